@@ -1,0 +1,77 @@
+"""Command line: ``python -m bench fwd|host|compile``; each subcommand explains itself with -h."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import compile, fwd, host, peers, shapes, timing
+
+DEFAULT_OUT = Path(".bench")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of all benchmarks."""
+    top = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("fwd", help="forward speed on the grid, against the peers")
+    one.add_argument("--rounds", type=positive, help="samples of each contestant (11; quick: 5)")
+    one.add_argument("--only", help="cells to measure, e.g. d=128,causal,seqlen=4k")
+    one.add_argument("--peers", help="some of fa4,cudnn,fa3,fa2, or none (all)")
+    one.add_argument("--quick", action="store_true", help="seqlen 4k only, few and short rounds")
+    one.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
+    one.add_argument(
+        "--time-limit", type=float, metavar="S", help="start no further cell after S seconds"
+    )
+    two = commands.add_parser("host", help="host time of a warm call (seqlen 128, one head)")
+    two.add_argument("--rounds", type=positive, default=31, help="samples of each (31)")
+    three = commands.add_parser("compile", help="cold compile and disk-hit times, fresh processes")
+    three.add_argument("--rounds", type=positive, default=3, help="processes per figure (3)")
+    three.add_argument("--only", help="kernels to compile, e.g. d=128,causal")
+    three.add_argument("--arch", help="cross-compile for this target, e.g. sm_90a (the GPU's own)")
+    three.add_argument("--quick", action="store_true", help="one process per figure, d=128 only")
+    for command in (one, two, three):
+        command.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder (.bench)")
+    return top
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def fwd_options(arguments: argparse.Namespace) -> fwd.Options:
+    """The options of `bench fwd`. Raises: ValueError for a filter or peer that means nothing."""
+    cells = shapes.select(shapes.fwd_grid(), arguments.only)
+    plan = timing.Plan()
+    if arguments.quick:
+        cells = [c for c in cells if c.seqlen_q == 4096] or cells
+        plan = timing.Plan(rounds=5, budget_s=1.0, sample_s=0.015)
+    if arguments.rounds is not None:
+        # Rounds asked for by number are all made, whatever they take.
+        plan = timing.Plan(arguments.rounds, arguments.rounds, sample_s=plan.sample_s)
+    return fwd.Options(
+        cells, peers.choose(arguments.peers), plan, arguments.out, arguments.seed,
+        arguments.time_limit,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    top = parser()
+    arguments = top.parse_args(argv)
+    try:
+        if arguments.command == "fwd":
+            return fwd.run(fwd_options(arguments))
+        if arguments.command == "host":
+            return host.run(arguments.rounds, arguments.out)
+        return compile.run(compile.options(arguments))
+    except ValueError as error:
+        top.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

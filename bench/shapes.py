@@ -1,0 +1,136 @@
+"""Every shape that the benchmarks use, and the arithmetic that a shape implies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+TOKENS = 32 * 1024  # tokens in a batch of the forward grid
+HIDDEN = 2048  # heads x head_dim_v of the forward grid
+SEQLENS = (1024, 4096, 16384)
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (head_dim, head_dim_v)
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2}
+SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One dense attention call: sizes, mask and dtype."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    is_causal: bool
+    dtype: str = "bfloat16"
+
+    @property
+    def id(self) -> str:
+        """A readable name, e.g. ``b8-hq16-hkv16-sq4096-sk4096-d128-bf16-causal``."""
+        return (
+            f"b{self.batch}-hq{self.num_heads_q}-hkv{self.num_heads_kv}"
+            f"-sq{self.seqlen_q}-sk{self.seqlen_k}-d{self.dims.replace('/', 'v')}"
+            f"-{SHORT_DTYPE[self.dtype]}-{self.mask}"
+        )
+
+    @property
+    def dims(self) -> str:
+        """``128``, or ``192/128`` where the value heads have another width."""
+        if self.head_dim == self.head_dim_v:
+            return str(self.head_dim)
+        return f"{self.head_dim}/{self.head_dim_v}"
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.is_causal else "full"
+
+    @property
+    def flops(self) -> float:
+        """Operations counted for a call: two matrix products, the causal mask halves them.
+
+        Units: 4 b h sq sk (d + d_v) / 2, the count that FlashAttention's own benchmarks use.
+        """
+        pairs = self.batch * self.num_heads_q * self.seqlen_q * self.seqlen_k
+        full = 4.0 * pairs * (self.head_dim + self.head_dim_v) / 2
+        return full / 2 if self.is_causal else full
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of one set of q, k and v."""
+        q = self.batch * self.seqlen_q * self.num_heads_q * self.head_dim
+        kv = self.batch * self.seqlen_k * self.num_heads_kv * (self.head_dim + self.head_dim_v)
+        return (q + kv) * DTYPE_BYTES[self.dtype]
+
+
+def square(seqlen: int, batch: int, heads: int, dims: tuple[int, int], is_causal: bool) -> Shape:
+    """A self-attention shape: as many keys as queries, as many key heads as query heads."""
+    return Shape(batch, seqlen, seqlen, heads, heads, dims[0], dims[1], is_causal)
+
+
+def fwd_grid() -> list[Shape]:
+    """The grid of `bench fwd`: 4 head dims x 2 masks x 3 lengths, 32k tokens, 2048 hidden, bf16."""
+    return [
+        square(seqlen, TOKENS // seqlen, HIDDEN // dims[1], dims, is_causal)
+        for dims in HEAD_DIMS
+        for is_causal in (False, True)
+        for seqlen in SEQLENS
+    ]
+
+
+def specialisations(shapes: Iterable[Shape]) -> list[Shape]:
+    """One small shape for each distinct kernel behind `shapes` (head dims, mask and dtype).
+
+    Lengths, batch and head count are launch arguments, so a small problem compiles the same kernel.
+    """
+    kinds = {(s.head_dim, s.head_dim_v, s.is_causal, s.dtype): s for s in shapes}
+    return [
+        Shape(1, 256, 256, 2, 2, dim, dim_v, is_causal, dtype)
+        for dim, dim_v, is_causal, dtype in kinds
+    ]
+
+
+def host_shape() -> Shape:
+    """The shape of `bench host`: so little device work that the host's time is what is seen."""
+    return square(128, 1, 1, (128, 128), False)
+
+
+def parse_seqlen(text: str) -> int:
+    """``4096`` or ``4k``."""
+    digits = text.lower()
+    return int(digits[:-1]) * 1024 if digits.endswith("k") else int(digits)
+
+
+def select(shapes: Sequence[Shape], only: str | None) -> list[Shape]:
+    """The shapes that match a filter such as ``d=128,causal,seqlen=4k``.
+
+    Terms of one kind are alternatives (``d=64,d=128``), terms of different kinds must all hold.
+    Raises: ValueError for a term that is not understood, or when nothing is left.
+    """
+    if not only:
+        return list(shapes)
+    dims: set[str] = set()
+    masks: set[str] = set()
+    lengths: set[int] = set()
+    for term in (t.strip() for t in only.split(",")):
+        key, _, value = term.partition("=")
+        if term in ("causal", "full"):
+            masks.add(term)
+        elif key == "d" and value:
+            dims.add(value)
+        elif key in ("seqlen", "s") and value.lower().removesuffix("k").isdigit():
+            lengths.add(parse_seqlen(value))
+        else:
+            raise ValueError(f"--only has the term {term!r}, expected d=N, seqlen=N, causal, full")
+    chosen = [
+        s
+        for s in shapes
+        if (not dims or s.dims in dims or str(s.head_dim) in dims)
+        and (not masks or s.mask in masks)
+        and (not lengths or s.seqlen_q in lengths)
+    ]
+    if not chosen:
+        raise ValueError(f"--only {only} leaves no shape of the grid")
+    return chosen

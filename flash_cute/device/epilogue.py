@@ -1,0 +1,57 @@
+"""Write the output and the log-sum-exp of a tile straight from the accumulator registers.
+
+No shared memory and no barrier: a warpgroup that is done goes on with the next tile while the other
+one still computes. Four lanes exchange their column pairs first, so that every lane stores 16 bytes
+and a quad one full 64-byte run of a row.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from flash_cute.device.primitives import quad_transpose
+
+ELEMENTS_PER_STORE = 8
+
+
+@cute.jit
+def store_output(
+    acc_O: cute.Tensor,
+    gO: cute.Tensor,
+    first_row: Int32,
+    lane: Int32,
+    num_rows: Int32,
+    num_cols: Int32,
+):
+    """Store the rows of a warp; rows and columns outside the problem are dropped.
+
+    Shapes: acc_O: (rows, cols) f32, as ``as_rows_cols``; gO: (seqlen_q, head_dim_v) of one head
+    """
+    dtype = gO.element_type
+    for r in cutlass.range_constexpr(cute.size(acc_O, mode=[0])):
+        row = first_row + 8 * r
+        num_cols_thread = cute.size(acc_O, mode=[1])
+        rounded = cute.make_rmem_tensor(num_cols_thread, dtype)
+        for i in cutlass.range_constexpr(num_cols_thread):
+            rounded[i] = acc_O[r, i].to(dtype)
+        packed = cute.recast_tensor(rounded, Int32)
+        for g in cutlass.range_constexpr(num_cols_thread // ELEMENTS_PER_STORE):
+            words = quad_transpose([packed[4 * g + w] for w in range(4)], lane)
+            col = ELEMENTS_PER_STORE * (4 * g + lane % 4)
+            if row < num_rows and col < num_cols:
+                run = cute.make_rmem_tensor(4, Int32)
+                for w in cutlass.range_constexpr(4):
+                    run[w] = words[w]
+                target = cute.domain_offset((row, col), gO).iterator
+                target = cute.recast_ptr(target.align(16), dtype=Int32)
+                cute.autovec_copy(run, cute.make_tensor(target, cute.make_layout(4)))
+
+
+@cute.jit
+def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, first_row: Int32, lane: Int32, num_rows: Int32):
+    """Store the log-sum-exp of a warp's rows; the first lane of each quad writes."""
+    if lane % 4 == 0:
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = first_row + 8 * r
+            if row < num_rows:
+                gLSE[row] = lse[r]

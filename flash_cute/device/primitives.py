@@ -1,0 +1,72 @@
+"""Small device operations that several layers share: reductions, votes, exponentials, fragments."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+def exp2(x: Float32) -> Float32:
+    """2**x by the exponential unit (ex2.approx.ftz): relative error 2**-22, exp2(-inf) = 0."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+def quad_reduce(x, op):
+    """Reduce over the four neighbouring lanes that share the rows of an mma accumulator."""
+    x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return op(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+def quad_max(x: Float32) -> Float32:
+    return quad_reduce(x, cute.arch.fmax)
+
+
+def quad_sum(x: Float32) -> Float32:
+    return quad_reduce(x, lambda a, b: a + b)
+
+
+def reduce_in_chains(values: list, op, num_chains: int = 4):
+    """Fold `values` with `op` in independent chains, so that latency is hidden by parallelism."""
+    chains = list(values[:num_chains])
+    for i in range(num_chains, len(values)):
+        chains[i % num_chains] = op(chains[i % num_chains], values[i])
+    while len(chains) > 1:
+        half = (len(chains) + 1) // 2
+        chains = [op(chains[i], chains[i + half]) if i + half < len(chains) else chains[i] for i in range(half)]
+    return chains[0]
+
+
+def as_rows_cols(acc: cute.Tensor) -> cute.Tensor:
+    """View an mma accumulator fragment as (rows, cols) of this thread.
+
+    Shapes: acc: ((2, 2, n), m, 1) -> ((2, m), (2, n)); the thread's column i lies
+            ``column_offset(i)`` columns to the right of its first one.
+    """
+    (cols, rows, repeat_n), repeat_m = acc.layout.shape[0], acc.layout.shape[1]
+    (col_stride, row_stride, n_stride), m_stride = acc.layout.stride[0], acc.layout.stride[1]
+    layout = cute.make_layout(
+        ((rows, repeat_m), (cols, repeat_n)),
+        stride=((row_stride, m_stride), (col_stride, n_stride)),
+    )
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def column_offset(i: int) -> int:
+    """Columns between a thread's first accumulator column and its i-th (16x8 mma tiles)."""
+    return 8 * (i // 2) + i % 2
+
+
+def quad_transpose(words: list, lane: Int32) -> list:
+    """Transpose a 4x4 matrix of 32-bit words held by four neighbouring lanes.
+
+    Lane t of the quad gives words[0..3] and gets word t of lanes 0..3: a lane's four pairs of
+    columns become one run of eight. Two butterfly steps, four shuffles.
+    """
+    words = list(words)
+    for bit, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
+        is_high = (lane & bit) != 0
+        for low, high in pairs:
+            sent = cutlass.select_(is_high, words[low], words[high])
+            received = cute.arch.shuffle_sync_bfly(sent, offset=bit)
+            words[low] = cutlass.select_(is_high, received, words[low])
+            words[high] = cutlass.select_(is_high, words[high], received)
+    return words

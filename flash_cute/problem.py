@@ -1,0 +1,651 @@
+"""The request: one attention call, validated and frozen.
+
+``AttentionProblem`` holds what a call asks for (sizes, masks, options) and no tensor; it is
+hashable, drives the choice of a kernel, and can be written by hand to ask ``is_supported`` or to
+warm up. ``AttentionInputs`` holds the tensors and callables of the call. ``attention_request``
+builds both and checks everything that can be known without reading device memory; ``check_values``
+checks the rest (the contents of cu_seqlens, seqused and page_table) and so waits for the device.
+
+Every refusal reads ``<argument> is <got>, expected <expected> (<why>)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+
+from flash_cute.errors import InvalidProblem, UnsupportedProblem
+from flash_cute.features import Feature
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_CPU_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
+_SINK_DTYPES = _CPU_DTYPES
+_FP8_DTYPES = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+
+
+def _refuse(what: str, got: object, expected: object, why: str = "") -> NoReturn:
+    raise InvalidProblem(f"{what} is {got}, expected {expected}{f' ({why})' if why else ''}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_int(what: str, value: object, least: int) -> None:
+    if not _is_int(value) or cast(int, value) < least:
+        _refuse(what, repr(value), f"an integer of at least {least}")
+
+
+def _check_bool(what: str, value: object) -> None:
+    if not isinstance(value, bool):
+        _refuse(what, repr(value), "True or False")
+
+
+def _check_finite(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _refuse(what, repr(value), "a finite number")
+
+
+def _window_bound(what: str, value: object) -> int | None:
+    """One side of a window: None and the legacy -1 are unbounded, other integers are bounds."""
+    if value is None:
+        return None
+    if not _is_int(value):
+        _refuse(what, repr(value), "an integer or None")
+    bound = cast(int, value)
+    return None if bound == -1 else bound
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """What one call asks for: validated on construction, frozen, hashable, free of tensors.
+
+    Shapes: batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim (of q and k), head_dim_v.
+            Of a packed side, seqlen is an upper bound of the longest sequence: the caller's hint,
+            or the total. Of paged keys it is the capacity of the page table, or the hint.
+    Units:  softmax_scale multiplies q·k (None: head_dim ** -0.5); softcap in scaled scores, 0 for
+            none; window bounds in keys, both inclusive, None (or the legacy -1) for unbounded.
+            Other negative bounds are ordinary: with the diagonal of query i at
+            d = i + seqlen_k - seqlen_q, the window (left, right) shows keys d - left to d + right,
+            so (7, -8) shows none and (-3, 5) shows d + 3 to d + 5.
+    Raises: InvalidProblem for a value that means nothing; UnsupportedProblem for fp8 dtypes.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    softmax_scale: float = cast(float, None)  # resolved to a number on construction
+    has_sink: bool = False
+    has_score_mod: bool = False
+    has_mask_mod: bool = False
+    has_block_mask: bool = False
+    is_packed_q: bool = False
+    is_packed_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+    page_size: int | None = None
+    pack_gqa: bool | None = None
+    num_splits: int = 1
+    return_lse: bool = False
+    requires_grad: bool = False
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_dtype()
+        self._check_sizes()
+        self._check_options()
+
+    def _normalise(self) -> None:
+        put = object.__setattr__
+        put(self, "device", torch.device(self.device))
+        put(self, "window_left", _window_bound("window_size[0]", self.window_left))
+        put(self, "window_right", _window_bound("window_size[1]", self.window_right))
+        if cast("float | None", self.softmax_scale) is None:
+            _check_int("head_dim", self.head_dim, 1)
+            put(self, "softmax_scale", self.head_dim**-0.5)
+        _check_finite("softmax_scale", self.softmax_scale)
+        _check_finite("softcap", self.softcap)
+        put(self, "softmax_scale", float(self.softmax_scale))
+        put(self, "softcap", float(self.softcap))
+
+    def _check_dtype(self) -> None:
+        if self.device.type not in ("cpu", "cuda"):
+            _refuse("device", self.device, "cuda or cpu")
+        allowed = _CPU_DTYPES if self.device.type == "cpu" else _HALF_DTYPES
+        names = ", ".join(str(dtype) for dtype in allowed)
+        if self.dtype in _FP8_DTYPES:
+            raise UnsupportedProblem(f"dtype {self.dtype}: no fp8 kernel exists yet; use {names}")
+        if self.dtype not in allowed:
+            _refuse("dtype", self.dtype, f"one of {names}", f"tensors on {self.device.type}")
+
+    def _check_sizes(self) -> None:
+        for name in ("batch", "seqlen_q", "seqlen_k"):
+            _check_int(name, getattr(self, name), 0)
+        for name in ("num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
+            _check_int(name, getattr(self, name), 1)
+        if self.num_heads_q % self.num_heads_kv:
+            multiple = f"a multiple of {self.num_heads_kv}"
+            _refuse("num_heads_q", self.num_heads_q, multiple, "num_heads_kv")
+        if self.page_size is not None:
+            _check_int("page_size", self.page_size, 1)
+            if self.is_packed_k:
+                _refuse("is_packed_k", True, False, "paged keys have no cu_seqlens_k")
+
+    def _check_options(self) -> None:
+        _check_int("attention_chunk", self.attention_chunk, 0)
+        _check_int("num_splits", self.num_splits, 0)
+        if self.softcap < 0:
+            _refuse("softcap", self.softcap, "0 (none) or a positive number")
+        if self.pack_gqa is not None:
+            _check_bool("pack_gqa", self.pack_gqa)
+        for name in _BOOL_FIELDS:
+            _check_bool(name, getattr(self, name))
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def visible_left(self) -> int | None:
+        """Keys visible before the diagonal, the diagonal included at 0; None is unbounded."""
+        return self.window_left
+
+    @property
+    def visible_right(self) -> int | None:
+        """Keys visible past the diagonal, causal folded in; None is unbounded."""
+        if not self.causal:
+            return self.window_right
+        return 0 if self.window_right is None else min(self.window_right, 0)
+
+    @property
+    def is_causal_only(self) -> bool:
+        """Whether the bounds come to exactly the causal mask, however the caller spelled it."""
+        return self.visible_left is None and self.visible_right == 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the bounds are more than the causal mask: a window."""
+        has_bound = self.visible_left is not None or self.visible_right is not None
+        return has_bound and not self.is_causal_only
+
+    def required_features(self) -> frozenset[Feature]:
+        """Return the features that a kernel has to declare to run this problem."""
+        required = {
+            Feature.CAUSAL: self.is_causal_only,
+            Feature.WINDOW: self.is_local,
+            Feature.ATTENTION_CHUNK: self.attention_chunk > 0,
+            Feature.SOFTCAP: self.softcap > 0,
+            Feature.SINK: self.has_sink,
+            Feature.GQA: self.group > 1,
+            Feature.LSE: self.return_lse,
+            Feature.VARLEN: self.is_packed_q or self.is_packed_k,
+            Feature.SEQUSED: self.has_seqused_q or self.has_seqused_k,
+            Feature.PAGED_KV: self.page_size is not None,
+            Feature.SPLIT_KV: self.num_splits > 1,
+            Feature.PACK_GQA: bool(self.pack_gqa) and self.group > 1,
+            Feature.SCORE_MOD: self.has_score_mod,
+            Feature.MASK_MOD: self.has_mask_mod,
+            Feature.BLOCK_SPARSITY: self.has_block_mask,
+            Feature.HEAD_DIM_V: self.head_dim_v != self.head_dim,
+            Feature.GRADIENT: self.requires_grad,
+        }
+        return frozenset(feature for feature, is_required in required.items() if is_required)
+
+
+_BOOL_FIELDS = tuple(f.name for f in dataclasses.fields(AttentionProblem) if f.type == "bool")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Options:
+    """The options of a call as the user gave them; the public functions document each."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int | None, int | None] = (None, None)
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    sink: torch.Tensor | None = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    block_mask: object | None = None
+    pack_gqa: bool | None = None
+    num_splits: int = 1
+    return_lse: bool = False
+    out: torch.Tensor | None = None
+    kernel: type[Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lengths:
+    """The length arguments of a call as the user gave them; all None is a dense call."""
+
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | torch.Tensor | None = None
+    max_seqlen_k: int | torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+
+
+DENSE = Lengths()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionInputs:
+    """The tensors and callables of one call, validated against its AttentionProblem.
+
+    Shapes: q (batch, seqlen_q, num_heads_q, head_dim), or packed (total_q, num_heads_q, head_dim)
+            k (batch, seqlen_k, num_heads_kv, head_dim), or packed (total_k, …), or paged
+            (num_pages, page_size, …); v like k with head_dim_v; out like q with head_dim_v
+            cu_seqlens_q, cu_seqlens_k (batch + 1,) int32 contiguous; seqused_q, seqused_k (batch,)
+            int32 contiguous; page_table (batch, max_pages) int32; sink (num_heads_q,) contiguous
+            q, k, v, out and page_table have last stride 1 and any other strides
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    block_mask: object | None = None
+    out: torch.Tensor | None = None
+    kernel: type[Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Support:
+    """The answer of ``is_supported``: true when ``reason`` is empty; ``backend`` would run it."""
+
+    reason: str = ""
+    backend: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+def attention_request(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, lengths: Lengths = DENSE
+) -> tuple[AttentionProblem, AttentionInputs]:
+    """Build and validate the problem and the inputs of one call, reading no device memory.
+
+    Raises: InvalidProblem naming the argument, what came and what was expected;
+            UnsupportedProblem for a block mask and for fp8.
+    """
+    _check_operands(q, k, v, lengths)
+    batch = _check_lengths(q, k, lengths)
+    _check_callbacks(options)
+    num_heads_q, head_dim = q.shape[-2], q.shape[-1]
+    _check_sink(options.sink, num_heads_q, q.device)
+    window_left, window_right = _window_pair(options.window_size)
+    page_size = None if lengths.page_table is None else k.shape[1]
+    problem = AttentionProblem(
+        dtype=q.dtype,
+        device=q.device,
+        batch=batch,
+        seqlen_q=_seqlen_q(q, lengths),
+        seqlen_k=_seqlen_k(k, lengths),
+        num_heads_q=num_heads_q,
+        num_heads_kv=k.shape[-2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[-1],
+        causal=options.causal,
+        window_left=window_left,
+        window_right=window_right,
+        attention_chunk=options.attention_chunk,
+        softcap=options.softcap,
+        softmax_scale=cast(float, options.softmax_scale),
+        has_sink=options.sink is not None,
+        has_score_mod=options.score_mod is not None,
+        has_mask_mod=options.mask_mod is not None,
+        is_packed_q=lengths.cu_seqlens_q is not None,
+        is_packed_k=lengths.cu_seqlens_k is not None,
+        has_seqused_q=lengths.seqused_q is not None,
+        has_seqused_k=lengths.seqused_k is not None,
+        page_size=page_size,
+        pack_gqa=options.pack_gqa,
+        num_splits=options.num_splits,
+        return_lse=options.return_lse,
+        requires_grad=_requires_grad(q, k, v, options.sink),
+    )
+    _check_out(options.out, q, k, v, problem.requires_grad)
+    return problem, _inputs(q, k, v, options, lengths)
+
+
+def _inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, lengths: Lengths
+) -> AttentionInputs:
+    return AttentionInputs(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=lengths.cu_seqlens_q,
+        cu_seqlens_k=lengths.cu_seqlens_k,
+        seqused_q=lengths.seqused_q,
+        seqused_k=lengths.seqused_k,
+        page_table=lengths.page_table,
+        sink=options.sink,
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+        out=options.out,
+        kernel=options.kernel,
+    )
+
+
+def _requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> None:
+    """Check q, k and v against one another: type, dtype, device, rank, shape, last stride."""
+    ranks = {
+        "q": 3 if lengths.cu_seqlens_q is not None else 4,
+        "k": 3 if lengths.cu_seqlens_k is not None else 4,
+    }
+    ranks["v"] = ranks["k"]
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, tensor)
+        if tensor.dim() != ranks[name]:
+            _refuse(f"{name}.dim()", tensor.dim(), ranks[name], _layout(name, lengths))
+        if tensor.dtype != q.dtype:
+            _refuse(f"{name}.dtype", tensor.dtype, q.dtype, "dtype of q")
+        if tensor.device != q.device:
+            _refuse(f"{name}.device", tensor.device, q.device, "device of q")
+        _check_last_stride(name, tensor)
+    if k.shape[-1] != q.shape[-1]:
+        _refuse("k.shape[-1]", k.shape[-1], q.shape[-1], "head_dim of q")
+    for axis in range(ranks["k"] - 1):
+        if v.shape[axis] != k.shape[axis]:
+            _refuse(f"v.shape[{axis}]", v.shape[axis], k.shape[axis], f"k.shape[{axis}]")
+    if lengths.page_table is not None and k.shape[1] < 1:
+        _refuse("k.shape[1]", k.shape[1], "at least 1", "page size")
+
+
+def _layout(name: str, lengths: Lengths) -> str:
+    if name == "q":
+        if lengths.cu_seqlens_q is not None:
+            return "(total_q, num_heads_q, head_dim), packed as cu_seqlens_q is given"
+        return "(batch, seqlen_q, num_heads_q, head_dim)"
+    if lengths.cu_seqlens_k is not None:
+        return "(total_k, num_heads_kv, head_dim), packed as cu_seqlens_k is given"
+    if lengths.page_table is not None:
+        return "(num_pages, page_size, num_heads_kv, head_dim), paged as page_table is given"
+    return "(batch, seqlen_k, num_heads_kv, head_dim)"
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        _refuse(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+
+
+def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        _refuse(
+            f"{name}.stride(-1)",
+            tensor.stride(-1),
+            1,
+            f"pass {name}.contiguous(); all other strides are free",
+        )
+
+
+def _check_lengths(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> int:
+    """Check the length tensors and return the batch size."""
+    if lengths.page_table is not None and lengths.cu_seqlens_k is not None:
+        raise InvalidProblem(
+            "page_table and cu_seqlens_k are both given, expected at most one: "
+            "paged keys take their lengths from seqused_k"
+        )
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
+        tensor = getattr(lengths, name)
+        if tensor is not None:
+            _check_index_tensor(name, tensor, 2 if name == "page_table" else 1, q.device)
+    batch, batch_of = _batch(q, lengths)
+    expected = {
+        "cu_seqlens_k": batch + 1,
+        "seqused_q": batch,
+        "seqused_k": batch,
+        "page_table": batch,
+    }
+    for name, length in expected.items():
+        tensor = getattr(lengths, name)
+        if tensor is not None and tensor.shape[0] != length:
+            why = f"batch + 1, batch is {batch_of}" if name == "cu_seqlens_k" else batch_of
+            _refuse(f"{name}.shape[0]", tensor.shape[0], length, why)
+    is_dense_k = lengths.cu_seqlens_k is None and lengths.page_table is None
+    if is_dense_k and k.shape[0] != batch:
+        _refuse("k.shape[0]", k.shape[0], batch, batch_of)
+    _check_hint("max_seqlen_q", lengths.max_seqlen_q)
+    _check_hint("max_seqlen_k", lengths.max_seqlen_k)
+    return batch
+
+
+def _check_index_tensor(name: str, tensor: object, rank: int, device: torch.device) -> None:
+    _check_tensor(name, tensor)
+    index = cast(torch.Tensor, tensor)
+    if index.dtype != torch.int32:
+        _refuse(f"{name}.dtype", index.dtype, torch.int32)
+    if index.dim() != rank:
+        _refuse(f"{name}.dim()", index.dim(), rank)
+    if index.device != device:
+        _refuse(f"{name}.device", index.device, device, "device of q")
+    _check_last_stride(name, index)
+
+
+def _batch(q: torch.Tensor, lengths: Lengths) -> tuple[int, str]:
+    """Return the batch size and where it comes from."""
+    cu_seqlens_q = lengths.cu_seqlens_q
+    if cu_seqlens_q is None:
+        return q.shape[0], "batch of q"
+    if cu_seqlens_q.shape[0] < 1:
+        _refuse("cu_seqlens_q.shape[0]", 0, "at least 1", "batch + 1")
+    return cu_seqlens_q.shape[0] - 1, "cu_seqlens_q.shape[0] - 1"
+
+
+def _check_hint(name: str, hint: object) -> None:
+    """A maximum length: an integer, or a 0-dim integer tensor whose value is not read on a GPU."""
+    if hint is None:
+        return
+    if isinstance(hint, torch.Tensor):
+        if hint.dim() != 0 or hint.dtype not in (torch.int32, torch.int64):
+            got = f"a tensor of shape {tuple(hint.shape)} and dtype {hint.dtype}"
+            _refuse(name, got, "an integer or a 0-dim int32 or int64 tensor")
+        if hint.device.type != "cpu":
+            return
+        hint = int(hint)
+    _check_int(name, hint, 0)
+
+
+def _hint(hint: int | torch.Tensor | None, most: int) -> int:
+    """Return the smaller of the hint and what is possible; a hint on a GPU is not read."""
+    if hint is None or (isinstance(hint, torch.Tensor) and hint.device.type != "cpu"):
+        return most
+    return min(int(hint), most)
+
+
+def _seqlen_q(q: torch.Tensor, lengths: Lengths) -> int:
+    if lengths.cu_seqlens_q is None:
+        return q.shape[1]
+    return _hint(lengths.max_seqlen_q, q.shape[0])
+
+
+def _seqlen_k(k: torch.Tensor, lengths: Lengths) -> int:
+    if lengths.cu_seqlens_k is not None:
+        return _hint(lengths.max_seqlen_k, k.shape[0])
+    if lengths.page_table is None:
+        return k.shape[1]
+    capacity = lengths.page_table.shape[1] * k.shape[1]
+    # Without seqused_k every slot of the table is a key: a smaller hint would change the result.
+    return capacity if lengths.seqused_k is None else _hint(lengths.max_seqlen_k, capacity)
+
+
+def _window_pair(window_size: object) -> tuple[int | None, int | None]:
+    if isinstance(window_size, (tuple, list)):
+        pair = cast("Sequence[int | None]", window_size)
+        if len(pair) == 2:
+            return pair[0], pair[1]
+    got = repr(cast(object, window_size))
+    _refuse("window_size", got, "a pair (left, right) of integers or None")
+
+
+def _check_sink(sink: object, num_heads_q: int, device: torch.device) -> None:
+    if sink is None:
+        return
+    _check_tensor("sink", sink)
+    tensor = cast(torch.Tensor, sink)
+    if tensor.dtype not in _SINK_DTYPES:
+        _refuse("sink.dtype", tensor.dtype, f"one of {', '.join(map(str, _SINK_DTYPES))}")
+    if tuple(tensor.shape) != (num_heads_q,):
+        _refuse("sink.shape", tuple(tensor.shape), (num_heads_q,), "num_heads of q")
+    if tensor.device != device:
+        _refuse("sink.device", tensor.device, device, "device of q")
+    _check_last_stride("sink", tensor)
+
+
+def _check_callbacks(options: Options) -> None:
+    if options.block_mask is not None:
+        raise UnsupportedProblem(
+            "block_mask is not available yet on any device; "
+            "express the mask with mask_mod, causal, window_size or attention_chunk"
+        )
+    _check_callback("score_mod", options.score_mod, ("score", "b", "h", "q_idx", "kv_idx"))
+    _check_callback("mask_mod", options.mask_mod, ("b", "h", "q_idx", "kv_idx"))
+    if options.kernel is not None and not isinstance(cast(object, options.kernel), type):
+        _refuse("kernel", f"a {type(options.kernel).__name__}", "a kernel class")
+
+
+def _check_callback(name: str, function: object, parameters: tuple[str, ...]) -> None:
+    if function is None:
+        return
+    expected = f"{name}({', '.join(parameters)})"
+    if not callable(function):
+        _refuse(name, f"a {type(function).__name__}", f"a function {expected}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a built-in without a signature: the call itself will tell
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        _refuse(name, f"a function of {signature}", expected)
+
+
+def _check_out(
+    out: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, requires_grad: bool
+) -> None:
+    """Check a given output; beyond out being q, k or v itself, overlap is the caller's business."""
+    if out is None:
+        return
+    _check_tensor("out", out)
+    tensor = cast(torch.Tensor, out)
+    expected = (*q.shape[:-1], v.shape[-1])
+    if tuple(tensor.shape) != expected:
+        _refuse("out.shape", tuple(tensor.shape), expected, "shape of q with head_dim of v")
+    if tensor.dtype != q.dtype:
+        _refuse("out.dtype", tensor.dtype, q.dtype, "dtype of q")
+    if tensor.device != q.device:
+        _refuse("out.device", tensor.device, q.device, "device of q")
+    _check_last_stride("out", tensor)
+    for axis in range(tensor.dim() - 1):
+        if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
+            _refuse(f"out.stride({axis})", 0, "nonzero", "rows of out would overlap")
+    if requires_grad or (torch.is_grad_enabled() and tensor.requires_grad):
+        raise InvalidProblem(
+            "out is given while an argument requires grad, expected no out, or torch.no_grad()"
+        )
+    if tensor.numel():
+        for name, operand in (("q", q), ("k", k), ("v", v)):
+            if operand.data_ptr() == tensor.data_ptr():
+                _refuse("out", f"the memory of {name}", "memory of its own")
+
+
+def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
+    """Check the contents of the length tensors and of the used part of the page table.
+
+    Reads the tensors on the host, so it waits for the device. Rows of a packed tensor that lie past
+    the last entry of cu_seqlens are slack, and legal; unused page table entries may hold anything.
+
+    Raises: InvalidProblem naming the entry.
+    """
+    q, k = inputs.q, inputs.k
+    capacity_q = _check_cu_seqlens("q", inputs.cu_seqlens_q, q, problem.seqlen_q)
+    capacity_k = _check_cu_seqlens("k", inputs.cu_seqlens_k, k, problem.seqlen_k)
+    seqlen_k = problem.seqlen_k
+    _check_seqused("seqused_q", inputs.seqused_q, capacity_q or [problem.seqlen_q] * problem.batch)
+    _check_seqused("seqused_k", inputs.seqused_k, capacity_k or [seqlen_k] * problem.batch)
+    if inputs.page_table is not None and problem.page_size is not None:
+        used = [seqlen_k] * problem.batch
+        if inputs.seqused_k is not None:
+            used = _to_list(inputs.seqused_k)
+        _check_page_table(inputs.page_table, used, problem.page_size, num_pages=k.shape[0])
+
+
+def _to_list(tensor: torch.Tensor) -> list[int]:
+    return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def _check_cu_seqlens(
+    side: str, cu_seqlens: torch.Tensor | None, packed: torch.Tensor, longest: int
+) -> list[int]:
+    """Check one cu_seqlens and return the length of each sequence, or nothing for a dense side."""
+    if cu_seqlens is None:
+        return []
+    name, starts = f"cu_seqlens_{side}", _to_list(cu_seqlens)
+    if starts[0] != 0:
+        _refuse(f"{name}[0]", starts[0], 0)
+    lengths: list[int] = []
+    for index in range(1, len(starts)):
+        if starts[index] < starts[index - 1]:
+            at_least = f"at least {starts[index - 1]}"
+            _refuse(f"{name}[{index}]", starts[index], at_least, f"{name}[{index - 1}]")
+        lengths.append(starts[index] - starts[index - 1])
+    total = packed.shape[0]
+    if starts[-1] > total:
+        _refuse(f"{name}[-1]", starts[-1], f"at most {total}", f"{side}.shape[0]")
+    if lengths and max(lengths) > longest:
+        _refuse(f"max_seqlen_{side}", longest, f"at least {max(lengths)}", f"longest of {name}")
+    return lengths
+
+
+def _check_seqused(name: str, seqused: torch.Tensor | None, capacity: list[int]) -> None:
+    if seqused is None:
+        return
+    for index, (used, most) in enumerate(zip(_to_list(seqused), capacity, strict=True)):
+        if not 0 <= used <= most:
+            _refuse(f"{name}[{index}]", used, f"0 to {most}", "length of the sequence")
+
+
+def _check_page_table(
+    page_table: torch.Tensor, used: list[int], page_size: int, num_pages: int
+) -> None:
+    for row, length in enumerate(used):
+        pages = _to_list(page_table[row, : -(-length // page_size)])
+        for column, page in enumerate(pages):
+            if not 0 <= page < num_pages:
+                _refuse(f"page_table[{row}, {column}]", page, f"0 to {num_pages - 1}", "pages of k")
