@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from flash_cute.device.primitives import exp2, quad_max, quad_sum, reduce_in_chains
+from flash_cute.device.primitives import exp2, exp2_on_fma, quad_max, quad_sum, reduce_in_chains
 
 LN2 = 0.6931471805599453
 
@@ -16,6 +16,16 @@ def reset(row_max: cute.Tensor, row_sum: cute.Tensor):
     row_sum.fill(0.0)
 
 
+def exp2_shared(exponents: list, fma_period: int) -> list:
+    """2**x of each, every fma_period-th on the FMA units (0 = none)."""
+    if fma_period == 0:
+        return [exp2(x) for x in exponents]
+    return [
+        exp2_on_fma(x) if i % fma_period == fma_period - 1 else exp2(x)
+        for i, x in enumerate(exponents)
+    ]
+
+
 @cute.jit
 def softmax_step(
     scores: cute.Tensor,
@@ -25,6 +35,7 @@ def softmax_step(
     scale_log2: Float32,
     rescale_threshold: cutlass.Constexpr[float],
     is_first: cutlass.Constexpr[bool],
+    fma_exp_period: cutlass.Constexpr[int] = 0,
 ):
     """Turn one block of scores into unnormalised weights, in place, and advance the running state.
 
@@ -57,7 +68,8 @@ def softmax_step(
         # A row without a visible key has maximum -inf; -inf - -inf would be NaN.
         safe_max = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max)
         shift = -(safe_max * scale_log2)
-        weights = [exp2(cute.math.fma(value, scale_log2, shift)) for value in values]
+        exponents = [cute.math.fma(value, scale_log2, shift) for value in values]
+        weights = exp2_shared(exponents, fma_exp_period)
         for i in cutlass.range_constexpr(len(weights)):
             scores[r, i] = weights[i]
         block_sum = reduce_in_chains(weights, lambda a, b: a + b)
@@ -65,6 +77,41 @@ def softmax_step(
             row_sum[r] = block_sum
         else:
             row_sum[r] = cute.math.fma(row_sum[r], factor, block_sum)
+
+
+@cute.jit
+def speculative_step(
+    scores: cute.Tensor,
+    weights: cute.Tensor,
+    row_max: cute.Tensor,
+    block_sum: cute.Tensor,
+    scale_log2: Float32,
+    headroom: cutlass.Constexpr[float],
+    fma_exp_period: cutlass.Constexpr[int],
+):
+    """Weights of one block against the maximum known so far; True if any row of the warp outgrew it.
+
+    No maximum is taken, which saves one instruction an element and starts the exponentials as soon
+    as the scores arrive. A maximum that is too low is harmless until the weights grow large: it
+    cancels in the final division. When a row's sum passes 2**headroom, or the row has seen no key
+    yet, the caller repeats the block with `softmax_step`, from the scores, which stay intact.
+
+    Shapes: scores, weights: (rows, cols) f32 rmem; row_max, block_sum: (rows,) f32 rmem
+    """
+    outgrown = cutlass.Boolean(False)
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        shift = -(row_max[r] * scale_log2)
+        exponents = [
+            cute.math.fma(scores[r, i], scale_log2, shift)
+            for i in range(cute.size(scores, mode=[1]))
+        ]
+        values = exp2_shared(exponents, fma_exp_period)
+        for i in cutlass.range_constexpr(len(values)):
+            weights[r, i] = values[i]
+        block_sum[r] = reduce_in_chains(values, lambda a, b: a + b)
+        # A row without a key so far has shift +inf and sum inf or NaN: the comparison fails.
+        outgrown = outgrown | ~(block_sum[r] <= 2.0**headroom)
+    return cute.arch.vote_any_sync(outgrown)
 
 
 @cute.jit

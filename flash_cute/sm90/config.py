@@ -30,8 +30,9 @@ class ForwardConfigSm90:
     regs_load: int = 24
     regs_mma: int = 240
     use_ping_pong: bool = True  # consumer warpgroups take turns at the tensor cores
+    use_speculation: bool = True  # full blocks take no maximum unless their weights grow large
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
-    poly_exp_period: int = 0  # every n-th pair of exponentials on the FMA units; 0 = none
+    fma_exp_period: int = 0  # every n-th exponential of a full block on the FMA units; 0 = none
 
     @property
     def num_mma_warpgroups(self) -> int:

@@ -37,7 +37,7 @@ from cutlass import pipeline
 
 from flash_cute.device import epilogue, softmax
 from flash_cute.device.mask import AttentionMask
-from flash_cute.device.primitives import as_rows_cols
+from flash_cute.device.primitives import as_rows_cols, pack_halves
 from flash_cute.device.tile_scheduler import TileScheduler
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.specialization import ForwardSpecialization
@@ -426,7 +426,7 @@ class FlashAttentionForwardSm90:
             S = as_rows_cols(acc_S)
             self.mask.apply(S, first_row, (num_blocks - 1) * tile_n + thread_col, p.seqlen_q, p.seqlen_k)
             softmax.softmax_step(S, row_max, row_sum, o_scale, p.scale_log2, self.config.rescale_threshold, True)
-            rP.store(cute.make_tensor(acc_S.iterator, rP.layout).load().to(self.dtype))
+            self.round_weights(acc_S, rP)
 
             for i in cutlass.range(num_blocks - 1 - num_full, unroll=1):
                 k_state, v_state = self.step(
@@ -473,16 +473,38 @@ class FlashAttentionForwardSm90:
         warpgroup.wait_group(1)
         pipe_k.consumer_release(k_state)
         S = as_rows_cols(acc_S)
-        if const_expr(is_masked):
-            self.mask.apply(S, first_row, first_col, p.seqlen_q, p.seqlen_k)
-        softmax.softmax_step(S, row_max, row_sum, o_scale, p.scale_log2, self.config.rescale_threshold, False)
-        warpgroup.wait_group(0)
-        pipe_v.consumer_release(v_state)
-        rP.store(cute.make_tensor(acc_S.iterator, rP.layout).load().to(self.dtype))
-        softmax.rescale_output(as_rows_cols(acc_O), o_scale)
+        if const_expr(is_masked or not self.config.use_speculation):
+            if const_expr(is_masked):
+                self.mask.apply(S, first_row, first_col, p.seqlen_q, p.seqlen_k)
+            softmax.softmax_step(S, row_max, row_sum, o_scale, p.scale_log2, self.config.rescale_threshold, False, 0 if is_masked else self.config.fma_exp_period)
+            warpgroup.wait_group(0)
+            pipe_v.consumer_release(v_state)
+            self.round_weights(acc_S, rP)
+            softmax.rescale_output(as_rows_cols(acc_O), o_scale)
+        else:
+            weights = self.new_scores(p)
+            block_sum = cute.make_rmem_tensor(2, Float32)
+            is_outgrown = softmax.speculative_step(S, as_rows_cols(weights), row_max, block_sum, p.scale_log2, self.config.rescale_threshold, self.config.fma_exp_period)
+            warpgroup.wait_group(0)
+            pipe_v.consumer_release(v_state)
+            self.round_weights(weights, rP)
+            if is_outgrown:
+                softmax.softmax_step(S, row_max, row_sum, o_scale, p.scale_log2, 0.0, False)
+                self.round_weights(acc_S, rP)
+                softmax.scale_rows(as_rows_cols(acc_O), o_scale)
+            else:
+                for r in cutlass.range_constexpr(2):
+                    row_sum[r] = row_sum[r] + block_sum[r]
         k_state.advance()
         v_state.advance()
         return k_state, v_state
+
+    @cute.jit
+    def round_weights(self, weights, rP):
+        """P = weights in the input dtype; accumulator and A fragment hold them in the same order."""
+        words = cute.recast_tensor(rP, Int32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = pack_halves(weights[2 * i], weights[2 * i + 1], self.dtype)
 
     def new_scores(self, p: ForwardParams):
         """A fresh accumulator per block: its registers are free between blocks."""
