@@ -23,7 +23,7 @@ BIN = $(VENV)/bin
 .PHONY: help demo test lint docs clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 demo:
 	@$(SETUP) --extra test
@@ -37,7 +37,7 @@ test:
 # Type checking reads torch and the tests' packages, so both extras are there.
 lint:
 	@$(SETUP) --extra test --extra lint
-	PATH="$(abspath $(BIN)):$$PATH" pre-commit run --all-files --show-diff-on-failure
+	PATH="$(abspath $(BIN)):$$PATH" pre-commit run --all-files
 
 docs:
 	@$(SETUP) --extra docs
@@ -45,5 +45,5 @@ docs:
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

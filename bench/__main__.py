@@ -55,22 +55,35 @@ def fwd_options(arguments: argparse.Namespace) -> fwd.Options:
         # Rounds asked for by number are all made, whatever they take.
         plan = timing.Plan(arguments.rounds, arguments.rounds, sample_s=plan.sample_s)
     return fwd.Options(
-        cells, peers.choose(arguments.peers), plan, arguments.out, arguments.seed,
+        cells,
+        peers.choose(arguments.peers),
+        plan,
+        arguments.out,
+        arguments.seed,
         arguments.time_limit,
     )
+
+
+def compile_options(arguments: argparse.Namespace) -> compile.Options:
+    """The options of `bench compile`. Raises: ValueError for a filter that means nothing."""
+    cells = shapes.select(shapes.fwd_grid(), arguments.only)
+    rounds = arguments.rounds
+    if arguments.quick:
+        cells, rounds = [c for c in cells if c.head_dim == 128] or cells, 1
+    return compile.Options(shapes.specialisations(cells), rounds, arguments.out, arguments.arch)
 
 
 def main(argv: list[str] | None = None) -> int:
     top = parser()
     arguments = top.parse_args(argv)
+    if arguments.command == "host":
+        return host.run(arguments.rounds, arguments.out)
+    build = fwd_options if arguments.command == "fwd" else compile_options
     try:
-        if arguments.command == "fwd":
-            return fwd.run(fwd_options(arguments))
-        if arguments.command == "host":
-            return host.run(arguments.rounds, arguments.out)
-        return compile.run(compile.options(arguments))
+        options = build(arguments)
     except ValueError as error:
         top.error(str(error))
+    return fwd.run(options) if isinstance(options, fwd.Options) else compile.run(options)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import subprocess
 import time
@@ -12,9 +11,10 @@ from typing import Any
 
 import torch
 
+from flash_cute.cache import source_fingerprint
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "flash-cute",
+PACKAGES = (  # flash_cute itself is told by commit and source fingerprint
     "torch",
     "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
@@ -53,16 +53,6 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def source_fingerprint(package: Path = ROOT / "flash_cute") -> str:
-    """Digest of the package's Python files: names and contents, in order."""
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()}:{len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()[:16]
-
-
 def commit() -> str:
     """The commit that is checked out, marked where files differ from it."""
     head = _output("git", "rev-parse", "--short=12", "HEAD")
@@ -77,7 +67,7 @@ def facts() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "python": platform.python_version(),
         "commit": commit(),
-        "source_fingerprint": source_fingerprint(),
+        "source_fingerprint": source_fingerprint()[:16],
         "versions": {name: version_of(name) for name in PACKAGES},
         "torch_cuda": torch.version.cuda,
         "gpu": None,

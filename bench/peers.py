@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .machine import version_of
+from .report import EVENTS
 from .shapes import Shape
 from .timing import Contestant, Sample, blocked_slope, cuda_events
 
@@ -30,7 +31,7 @@ class Peer:
     name: str
     label: str
     package: str
-    timed_by = "CUDA events"
+    timed_by = EVENTS
     stopwatch: Callable[[Contestant, int], Sample] = staticmethod(cuda_events)
 
     def version(self) -> str | None:

@@ -15,6 +15,7 @@ from .shapes import Shape
 from .timing import Timing
 
 OURS = "flash_cute"
+EVENTS = "CUDA events"
 
 
 def say(text: str = "") -> None:
@@ -209,12 +210,14 @@ def _tflops(result: Result | None) -> str:
 
 def widths(report: Report) -> list[int]:
     """Column widths known before anything is measured, so that rows can be printed one by one."""
-    return [max(7, len(name)) for name in header(report)]
+    return [max(6, len(name)) for name in header(report)]
 
 
 def notes(report: Report) -> list[str]:
     """Who is missing, refused, failed or was limited by the host, each reason once."""
-    lines = [f"{p['label']}: missing: {p['missing']}" for p in report.peers.values() if p["missing"]]
+    lines = [
+        f"{p['label']}: missing: {p['missing']}" for p in report.peers.values() if p["missing"]
+    ]
     seen: dict[str, list[str]] = {}
     for cell in report.cells:
         for name, result in cell.results.items():
@@ -248,6 +251,15 @@ def summary_lines(report: Report) -> list[str]:
     return lines
 
 
+def timed_by_lines(report: Report) -> list[str]:
+    """How device time was taken; the few that differ from the rest are named."""
+    others = [p for p in report.peers.values() if p["timed_by"] != EVENTS and not p["missing"]]
+    return [
+        f"timed by {EVENTS}, median of interleaved rounds in random order",
+        *(f"{p['label']} timed by {p['timed_by']}" for p in others),
+    ]
+
+
 def facts_lines(facts: dict[str, Any]) -> list[str]:
     """GPU, driver, versions, commit and source, a few to a line."""
     versions = ", ".join(f"{n} {v or 'missing'}" for n, v in facts["versions"].items())
@@ -270,7 +282,7 @@ def text(report: Report) -> str:
             "+-%: spread of ours between quartiles",
             *aligned(rows, widths(report)),
             *summary_lines(report),
-            *(f"{p['label']} timed by {p['timed_by']}" for p in report.peers.values()),
+            *timed_by_lines(report),
             f"GPU before: {report.gpu_before}",
             f"GPU after:  {report.gpu_after}",
             *notes(report),

@@ -24,6 +24,10 @@ class CompileDisallowed(FlashCuteError, RuntimeError):  # noqa: N818
     """A kernel had to be compiled after warm-up while FLASH_CUTE_COMPILE=error."""
 
 
+class CompileError(FlashCuteError, RuntimeError):
+    """The DSL refused a kernel; the message says which one, the cause has the DSL's own words."""
+
+
 class CaptureError(FlashCuteError, RuntimeError):
     """The first call of a specialisation was made inside a CUDA graph capture."""
 

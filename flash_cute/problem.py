@@ -365,6 +365,11 @@ def _requires_grad(*tensors: torch.Tensor | None) -> bool:
 
 def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths) -> None:
     """Check q, k and v against one another: type, dtype, device, rank, shape, last stride."""
+    if lengths.page_table is not None and lengths.cu_seqlens_k is not None:
+        raise InvalidProblem(
+            "page_table and cu_seqlens_k are both given, expected at most one: "
+            "paged keys take their lengths from seqused_k"
+        )
     ranks = {
         "q": 3 if lengths.cu_seqlens_q is not None else 4,
         "k": 3 if lengths.cu_seqlens_k is not None else 4,
@@ -402,7 +407,7 @@ def _layout(name: str, lengths: Lengths) -> str:
 
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
-        _refuse(name, f"a {type(tensor).__name__}", "a torch.Tensor")
+        _refuse(name, f"of type {type(tensor).__name__}", "a torch.Tensor")
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
@@ -417,11 +422,6 @@ def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 def _check_lengths(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> int:
     """Check the length tensors and return the batch size."""
-    if lengths.page_table is not None and lengths.cu_seqlens_k is not None:
-        raise InvalidProblem(
-            "page_table and cu_seqlens_k are both given, expected at most one: "
-            "paged keys take their lengths from seqused_k"
-        )
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
         tensor = getattr(lengths, name)
         if tensor is not None:
@@ -537,7 +537,7 @@ def _check_callbacks(options: Options) -> None:
     _check_callback("score_mod", options.score_mod, ("score", "b", "h", "q_idx", "kv_idx"))
     _check_callback("mask_mod", options.mask_mod, ("b", "h", "q_idx", "kv_idx"))
     if options.kernel is not None and not isinstance(cast(object, options.kernel), type):
-        _refuse("kernel", f"a {type(options.kernel).__name__}", "a kernel class")
+        _refuse("kernel", f"of type {type(options.kernel).__name__}", "a kernel class")
 
 
 def _check_callback(name: str, function: object, parameters: tuple[str, ...]) -> None:
@@ -545,7 +545,7 @@ def _check_callback(name: str, function: object, parameters: tuple[str, ...]) ->
         return
     expected = f"{name}({', '.join(parameters)})"
     if not callable(function):
-        _refuse(name, f"a {type(function).__name__}", f"a function {expected}")
+        _refuse(name, f"of type {type(function).__name__}", f"a function {expected}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -27,8 +27,10 @@ class ForwardSpecialization:
 
     @property
     def label(self) -> str:
-        """Readable part of the kernel's name, e.g. ``bf16_d128_causal_lse``."""
-        head_dim = f"d{self.tile_d}" if self.tile_d == self.tile_dv else f"d{self.tile_d}v{self.tile_dv}"
+        """Readable part of the kernel's name, e.g. ``bf16_d192_v128_causal_lse``."""
+        head_dim = (
+            f"d{self.tile_d}" if self.tile_d == self.tile_dv else f"d{self.tile_d}v{self.tile_dv}"
+        )
         parts = [self.dtype, head_dim]
         parts += ["causal"] if self.is_causal else []
         parts += ["lse"] if self.has_lse else []

@@ -140,7 +140,7 @@ def create(venv, share_base):
 
 def pip_install(venv, *arguments):
     """Run pip in the environment; return whether it succeeded."""
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    quiet = [] if sys.stdout.isatty() else ["-qq"]
     command = [str(environment_python(venv)), "-m", "pip", "install", "--disable-pip-version-check"]
     run = subprocess.run([*command, *quiet, *arguments], stdin=subprocess.DEVNULL, cwd=str(ROOT))
     return run.returncode == 0
@@ -167,7 +167,9 @@ def install(venv, requirement, extras):
 
 def main(argv=None):
     """Bring the environment up to date; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Create or update the virtual environment of flash_cute."
+    )
     parser.add_argument(
         "--venv", type=Path, default=ROOT / ".venv", help="the environment's folder"
     )

@@ -20,6 +20,11 @@ class AttentionMask:
     tile_m: cutlass.Constexpr[int]
     tile_n: cutlass.Constexpr[int]
 
+    @property
+    def has_long_edge(self) -> bool:
+        """Whether blocks after a tile's first may be masked; else only the end of the keys is."""
+        return self.is_causal
+
     @cute.jit
     def block_range(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32):
         """Key blocks of a query tile: ``(num_blocks, num_full)``, visited from the last to 0.

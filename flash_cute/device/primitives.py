@@ -10,28 +10,6 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
-# Minimax fit of 2**f on [-0.5, 0.5] with the constant term fixed at 1: relative error 1e-4.
-EXP2_COEFFICIENTS = (0.05500837, 0.24220985, 0.69328287)
-ROUND_TO_INT = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
-
-
-def exp2_on_fma(x: Float32) -> Float32:
-    """2**x on the FMA and integer units, for x in [-126, 127]; relative error 1e-4.
-
-    A share of the exponentials done this way relieves the exponential unit, which has an eighth of
-    the FMA throughput. Below -126 the result is 2**-126, not 0: only for unmasked scores.
-    """
-    x = cute.arch.fmax(x, Float32(-126.0))
-    rounded = x + ROUND_TO_INT
-    f = x - (rounded - ROUND_TO_INT)
-    c3, c2, c1 = EXP2_COEFFICIENTS
-    poly = cute.math.fma(Float32(c3), f, Float32(c2))
-    poly = cute.math.fma(poly, f, Float32(c1))
-    poly = cute.math.fma(poly, f, Float32(1.0))
-    bits = poly.bitcast(Int32) + (rounded.bitcast(Int32) << 23)
-    return bits.bitcast(Float32)
-
-
 def pack_halves(low: Float32, high: Float32, dtype) -> Int32:
     """Round two values to bf16 or fp16 and pack them into one word, `low` in its low half.
 
@@ -53,10 +31,12 @@ def quad_reduce(x, op):
 
 
 def quad_max(x: Float32) -> Float32:
+    """Maximum over a quad."""
     return quad_reduce(x, cute.arch.fmax)
 
 
 def quad_sum(x: Float32) -> Float32:
+    """Sum over a quad."""
     return quad_reduce(x, lambda a, b: a + b)
 
 
@@ -67,7 +47,10 @@ def reduce_in_chains(values: list, op, num_chains: int = 4):
         chains[i % num_chains] = op(chains[i % num_chains], values[i])
     while len(chains) > 1:
         half = (len(chains) + 1) // 2
-        chains = [op(chains[i], chains[i + half]) if i + half < len(chains) else chains[i] for i in range(half)]
+        chains = [
+            op(chains[i], chains[i + half]) if i + half < len(chains) else chains[i]
+            for i in range(half)
+        ]
     return chains[0]
 
 

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from flash_cute.device.primitives import exp2, exp2_on_fma, quad_max, quad_sum, reduce_in_chains
+from flash_cute.device.primitives import exp2, quad_max, quad_sum, reduce_in_chains
 
 LN2 = 0.6931471805599453
 
@@ -16,16 +16,6 @@ def reset(row_max: cute.Tensor, row_sum: cute.Tensor):
     row_sum.fill(0.0)
 
 
-def exp2_shared(exponents: list, fma_period: int) -> list:
-    """2**x of each, every fma_period-th on the FMA units (0 = none)."""
-    if fma_period == 0:
-        return [exp2(x) for x in exponents]
-    return [
-        exp2_on_fma(x) if i % fma_period == fma_period - 1 else exp2(x)
-        for i, x in enumerate(exponents)
-    ]
-
-
 @cute.jit
 def softmax_step(
     scores: cute.Tensor,
@@ -35,7 +25,6 @@ def softmax_step(
     scale_log2: Float32,
     rescale_threshold: cutlass.Constexpr[float],
     is_first: cutlass.Constexpr[bool],
-    fma_exp_period: cutlass.Constexpr[int] = 0,
 ):
     """Turn one block of scores into unnormalised weights, in place, and advance the running state.
 
@@ -68,8 +57,7 @@ def softmax_step(
         # A row without a visible key has maximum -inf; -inf - -inf would be NaN.
         safe_max = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max)
         shift = -(safe_max * scale_log2)
-        exponents = [cute.math.fma(value, scale_log2, shift) for value in values]
-        weights = exp2_shared(exponents, fma_exp_period)
+        weights = [exp2(cute.math.fma(value, scale_log2, shift)) for value in values]
         for i in cutlass.range_constexpr(len(weights)):
             scores[r, i] = weights[i]
         block_sum = reduce_in_chains(weights, lambda a, b: a + b)
@@ -87,9 +75,8 @@ def speculative_step(
     block_sum: cute.Tensor,
     scale_log2: Float32,
     headroom: cutlass.Constexpr[float],
-    fma_exp_period: cutlass.Constexpr[int],
 ):
-    """Weights of one block against the maximum known so far; True if any row of the warp outgrew it.
+    """Weights of one block against the last known maximum; True if a row of the warp outgrew it.
 
     No maximum is taken, which saves one instruction an element and starts the exponentials as soon
     as the scores arrive. A maximum that is too low is harmless until the weights grow large: it
@@ -101,11 +88,10 @@ def speculative_step(
     outgrown = cutlass.Boolean(False)
     for r in cutlass.range_constexpr(cute.size(row_max)):
         shift = -(row_max[r] * scale_log2)
-        exponents = [
-            cute.math.fma(scores[r, i], scale_log2, shift)
+        values = [
+            exp2(cute.math.fma(scores[r, i], scale_log2, shift))
             for i in range(cute.size(scores, mode=[1]))
         ]
-        values = exp2_shared(exponents, fma_exp_period)
         for i in cutlass.range_constexpr(len(values)):
             weights[r, i] = values[i]
         block_sum[r] = reduce_in_chains(values, lambda a, b: a + b)
@@ -133,8 +119,14 @@ def scale_rows(acc: cute.Tensor, factors: cute.Tensor):
 
 
 @cute.jit
-def finalize(row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
-    """Close the running softmax: row_sum becomes the factor for the output, lse the log-sum-exp.
+def finalize(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    factor: cute.Tensor,
+    lse: cute.Tensor,
+    scale_log2: Float32,
+):
+    """Close the running softmax: what the output must be multiplied by, and the log-sum-exp.
 
     Units:    lse in natural log of the scaled scores
     Contract: call once per tile, after the last step; a row without a visible key gets factor 0
@@ -144,6 +136,6 @@ def finalize(row_max: cute.Tensor, row_sum: cute.Tensor, lse: cute.Tensor, scale
     for r in cutlass.range_constexpr(cute.size(row_max)):
         total = quad_sum(row_sum[r])
         is_empty = total == 0.0
-        row_sum[r] = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(total))
+        factor[r] = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(total))
         log2_sum = row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)
         lse[r] = cutlass.select_(is_empty, -Float32.inf, log2_sum * LN2)

@@ -30,9 +30,7 @@ class ForwardConfigSm90:
     regs_load: int = 24
     regs_mma: int = 240
     use_ping_pong: bool = True  # consumer warpgroups take turns at the tensor cores
-    use_speculation: bool = True  # full blocks take no maximum unless their weights grow large
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
-    fma_exp_period: int = 0  # every n-th exponential of a full block on the FMA units; 0 = none
 
     @property
     def num_mma_warpgroups(self) -> int:
@@ -51,7 +49,7 @@ class ForwardConfigSm90:
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""
-        broken = []
+        broken: list[str] = []
         if self.tile_m not in (64, 128, 192):
             broken.append(f"tile_m is {self.tile_m}, expected 64, 128 or 192 (1 to 3 warpgroups)")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
@@ -71,13 +69,23 @@ class ForwardConfigSm90:
         return broken
 
 
-def default_config(spec: ForwardSpecialization) -> ForwardConfigSm90:
-    """The config measured fastest on an H200 for `spec` (bench/fwd; tables in DECISIONS.md)."""
+SHORT_SEQLEN = 1536  # keys; below it a causal mask hides a large share of a 192-row tile
+
+
+def default_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm90:
+    """The config measured fastest on an H200 (2026-11-30; table in DECISIONS.md).
+
+    seqlen_k only says whether the keys are few; it is a hint and changes no result.
+    """
     tile_d, tile_dv = spec.tile_d, spec.tile_dv
-    if tile_d <= 96:
-        return ForwardConfigSm90(192, 128, regs_load=32, regs_mma=160)
-    if tile_d <= 128:
-        return ForwardConfigSm90(128, 128 if spec.is_causal else 176)
-    if tile_d <= 192:
+    if tile_d == 64:
+        if spec.is_causal and seqlen_k <= SHORT_SEQLEN:
+            return ForwardConfigSm90(128, 128)
+        return ForwardConfigSm90(192, 128, num_stages=3, regs_load=32, regs_mma=160)
+    if tile_d == 96:
+        return ForwardConfigSm90(128, 128)
+    if tile_d == 128:
+        return ForwardConfigSm90(128, 128, use_ping_pong=spec.is_causal)
+    if tile_d == 192:
         return ForwardConfigSm90(128, 128 if tile_dv <= 128 else 96)
     return ForwardConfigSm90(128, 80)

@@ -29,18 +29,23 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
-from cutlass import pipeline
 
 from flash_cute.device import epilogue, softmax
 from flash_cute.device.mask import AttentionMask
 from flash_cute.device.primitives import as_rows_cols, pack_halves
 from flash_cute.device.tile_scheduler import TileScheduler
+from flash_cute.errors import InvalidProblem
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.specialization import ForwardSpecialization
+
+WARPS_PER_WARPGROUP = 4
+ROWS_PER_WARP = 16
+ROWS_PER_THREAD = 2  # of a 64-row wgmma accumulator
+TILE_STAGES = 2
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -120,13 +125,61 @@ class ForwardParams:
     scale_log2: Float32
 
 
+class Pipes(NamedTuple):
+    """The four pipelines between the load warp and the consumers."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    tile: pipeline.PipelineAsync
+
+
+class SharedTensors(NamedTuple):
+    """Shared memory: (tile, dim, stage) rings, and the mailbox of the tile pipeline."""
+
+    sQ: cute.Tensor
+    sK: cute.Tensor
+    sV: cute.Tensor
+    next_tile: cute.Tensor  # (2,) int32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One unit of work: tile_m queries of one head of one sequence."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer thread holds across tiles: its place, operand descriptors and registers."""
+
+    warpgroup: Int32
+    lane: Int32
+    row: Int32  # first row of the thread within the query tile; its rows are 8 apart
+    col: Int32  # first column within a key block
+    tSrQ: cute.Tensor
+    tSrK: cute.Tensor
+    tOrV: cute.Tensor
+    acc_O: cute.Tensor
+    rP: cute.Tensor
+    row_max: cute.Tensor  # (rows,) f32, as row_sum and o_scale
+    row_sum: cute.Tensor
+    o_scale: cute.Tensor
+
+
 class FlashAttentionForwardSm90:
     """One CTA = a stream of (m_block, head, batch) tiles; see the module docstring."""
 
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm90):
+        if broken := config.check(spec):
+            raise InvalidProblem(f"{config} cannot run {spec.label}: {'; '.join(broken)}")
         self.spec, self.config = spec, config
         self.dtype = DTYPES[spec.dtype]
         self.name = f"flash_fwd_sm90_{spec.label}_m{config.tile_m}n{config.tile_n}"
+        self.smem_bytes = config.smem_bytes(spec)
         self.mask = AttentionMask(spec.is_causal, config.tile_m, config.tile_n)
 
     # ---------------------------------------------------------------- host
@@ -149,6 +202,7 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def __call__(self, *launch_args):
+        """Host side: describe the launch from a flat ForwardArgs, then launch."""
         args = ForwardArgs(*launch_args)
         params = self.build_params(args)
         self.kernel(params).launch(
@@ -160,16 +214,13 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def build_params(self, args: ForwardArgs) -> ForwardParams:
+        """Describe the operands, products and tiles of this launch."""
         spec, config = self.spec, self.config
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
-        mQ = self.view(args.q, args.batch, args.seqlen_q, args.num_heads_q, args.head_dim,
-                       (args.q_stride_batch, args.q_stride_seqlen, args.q_stride_head))  # fmt: skip
-        mK = self.view(args.k, args.batch, args.seqlen_k, args.num_heads_kv, args.head_dim,
-                       (args.k_stride_batch, args.k_stride_seqlen, args.k_stride_head))  # fmt: skip
-        mV = self.view(args.v, args.batch, args.seqlen_k, args.num_heads_kv, args.head_dim_v,
-                       (args.v_stride_batch, args.v_stride_seqlen, args.v_stride_head))  # fmt: skip
-        mO = self.view(args.out, args.batch, args.seqlen_q, args.num_heads_q, args.head_dim_v,
-                       (args.out_stride_batch, args.out_stride_seqlen, args.out_stride_head))  # fmt: skip
+        mQ = self.view(args, "q", args.seqlen_q, args.num_heads_q, args.head_dim)
+        mK = self.view(args, "k", args.seqlen_k, args.num_heads_kv, args.head_dim)
+        mV = self.view(args, "v", args.seqlen_k, args.num_heads_kv, args.head_dim_v)
+        mO = self.view(args, "out", args.seqlen_q, args.num_heads_q, args.head_dim_v)
         lse_rows = Int64(args.seqlen_q)
         mLSE = cute.make_tensor(
             args.lse,
@@ -203,17 +254,19 @@ class FlashAttentionForwardSm90:
             scale_log2=args.scale_log2,
         )
 
-    def view(self, address, batch, seqlen, heads, dim, strides) -> cute.Tensor:
-        """(seqlen, dim, heads, batch) view of a (batch, seqlen, heads, dim) tensor in device memory."""
-        stride_batch, stride_seqlen, stride_head = (cute.assume(s, divby=8) for s in strides)
-        return cute.make_tensor(
-            address,
-            cute.make_layout(
-                (seqlen, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
-            ),
+    def view(self, args: ForwardArgs, name: str, seqlen, heads, dim) -> cute.Tensor:
+        """(seqlen, dim, heads, batch) view of a (batch, seqlen, heads, dim) argument."""
+        stride_batch, stride_seqlen, stride_head = (
+            cute.assume(getattr(args, f"{name}_stride_{mode}"), divby=8)
+            for mode in ("batch", "seqlen", "head")
         )
+        layout = cute.make_layout(
+            (seqlen, dim, heads, args.batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
+        )
+        return cute.make_tensor(getattr(args, name), layout)
 
     def tma_operand(self, tensor, tile, tile_dim, stages) -> TmaOperand:
+        """Swizzled shared-memory layout of an operand's ring, and the TMA that fills a stage."""
         kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile_dim)
         atom_layout = warpgroup.make_smem_layout_atom(kind, self.dtype)
         layout = cute.tile_to_shape(atom_layout, (tile, tile_dim, stages), order=(0, 1, 2))
@@ -233,15 +286,18 @@ class FlashAttentionForwardSm90:
         return cute.make_tiled_mma(op, (self.config.num_mma_warpgroups, 1, 1))
 
     def shared_storage(self, p: ForwardParams):
+        """The struct of shared memory."""
         config = self.config
 
         @cute.struct
         class SharedStorage:
+            """Barriers first, then the tiles, each aligned for the 128-byte swizzle."""
+
             q_barriers: cute.struct.MemRange[Int64, 2]
             k_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
-            tile_barriers: cute.struct.MemRange[Int64, 4]
-            next_tile: cute.struct.MemRange[Int32, 2]
+            tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
+            next_tile: cute.struct.MemRange[Int32, TILE_STAGES]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.q.layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.k.layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.v.layout)], 1024]
@@ -252,6 +308,7 @@ class FlashAttentionForwardSm90:
 
     @cute.kernel
     def kernel(self, p: ForwardParams):
+        """Device side: shared memory and pipelines, then one branch per role."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for operand in (p.q, p.k, p.v):
@@ -260,13 +317,13 @@ class FlashAttentionForwardSm90:
         pipes = self.open_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        smem = (
+        smem = SharedTensors(
             storage.sQ.get_tensor(p.q.layout.outer, swizzle=p.q.layout.inner),
             storage.sK.get_tensor(p.k.layout.outer, swizzle=p.k.layout.inner),
             storage.sV.get_tensor(p.v.layout.outer, swizzle=p.v.layout.inner),
-            storage.next_tile.get_tensor(cute.make_layout(2)),
+            storage.next_tile.get_tensor(cute.make_layout(TILE_STAGES)),
         )
-        if warp < 4:
+        if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.regs_load)
             if warp == 0:
                 self.load(p, smem, pipes)
@@ -274,11 +331,11 @@ class FlashAttentionForwardSm90:
             cute.arch.setmaxregister_increase(self.config.regs_mma)
             self.mma(p, smem, pipes)
 
-    def open_pipelines(self, storage):
+    def open_pipelines(self, storage) -> Pipes:
         """The q, k, v and tile pipelines; arrive counts follow from the roles."""
         spec, config = self.spec, self.config
         thread = pipeline.Agent.Thread
-        num_mma_warps = 4 * config.num_mma_warpgroups
+        num_mma_warps = WARPS_PER_WARPGROUP * config.num_mma_warpgroups
         one = pipeline.CooperativeGroup(thread, 1)
         mma_warps = pipeline.CooperativeGroup(thread, num_mma_warps)
         mma_threads = pipeline.CooperativeGroup(thread, 32 * num_mma_warps)
@@ -294,13 +351,13 @@ class FlashAttentionForwardSm90:
                 defer_sync=True,
             )
 
-        return (
+        return Pipes(
             tma(storage.q_barriers, 1, config.tile_m, spec.tile_d),
             tma(storage.k_barriers, config.num_stages, config.tile_n, spec.tile_d),
             tma(storage.v_barriers, config.num_stages, config.tile_n, spec.tile_dv),
             pipeline.PipelineAsync.create(
                 barrier_storage=storage.tile_barriers.data_ptr(),
-                num_stages=2,
+                num_stages=TILE_STAGES,
                 producer_group=one,
                 consumer_group=mma_threads,
                 defer_sync=True,
@@ -310,58 +367,66 @@ class FlashAttentionForwardSm90:
     # -- producer
 
     @cute.jit
-    def load(self, p: ForwardParams, smem, pipes):
-        """Producer warp: visits tiles and blocks in the order that `mma` does."""
-        sQ, sK, sV, next_tile = smem
-        pipe_q, pipe_k, pipe_v, pipe_tile = pipes
+    def load(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+        """Load warp: fetches tiles, visits their blocks in the order that `mma` does."""
         producer = pipeline.PipelineUserType.Producer
         q_state = pipeline.make_pipeline_state(producer, 1)
         k_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
         v_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
-        tile_state = pipeline.make_pipeline_state(producer, 2)
+        tile_state = pipeline.make_pipeline_state(producer, TILE_STAGES)
+        tile_d, tile_dv = self.spec.tile_d, self.spec.tile_dv
         lane = cute.arch.lane_idx()
-        tile = cute.arch.block_idx()[0]
-        num_tiles = p.scheduler.num_tiles
-        while tile < num_tiles:
-            m_block, head, batch = p.scheduler.coordinates(tile)
+        tile_idx = cute.arch.block_idx()[0]
+        while tile_idx < p.scheduler.num_tiles:
+            tile = self.tile_at(p, tile_idx)
             following = Int32(0)
             if lane == 0:
                 following = p.scheduler.fetch(p.num_ctas)
-            head_kv = head // p.group
-            tQsQ, tQgQ = self.partition_tma(p.q, sQ, self.config.tile_m, self.spec.tile_d, head, batch)
-            tKsK, tKgK = self.partition_tma(p.k, sK, self.config.tile_n, self.spec.tile_d, head_kv, batch)
-            tVsV, tVgV = self.partition_tma(p.v, sV, self.config.tile_n, self.spec.tile_dv, head_kv, batch)
-            num_blocks, _ = self.mask.block_range(m_block, p.seqlen_q, p.seqlen_k)
+            head_kv = tile.head // p.group
+            q_copy = self.partition_tma(p.q, smem.sQ, tile_d, (tile.head, tile.batch))
+            k_copy = self.partition_tma(p.k, smem.sK, tile_d, (head_kv, tile.batch))
+            v_copy = self.partition_tma(p.v, smem.sV, tile_dv, (head_kv, tile.batch))
+            num_blocks, _ = self.mask.block_range(tile.m_block, p.seqlen_q, p.seqlen_k)
 
-            k_state = self.load_block(p.k, pipe_k, k_state, tKsK, tKgK, num_blocks - 1)
-            q_state = self.load_block(p.q, pipe_q, q_state, tQsQ, tQgQ, m_block)
+            # V of a block follows K of the next: the consumers ask for them in this order.
+            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, num_blocks - 1)
+            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
             for i in cutlass.range(num_blocks - 1, unroll=1):
                 n_block = num_blocks - 1 - i
-                k_state = self.load_block(p.k, pipe_k, k_state, tKsK, tKgK, n_block - 1)
-                v_state = self.load_block(p.v, pipe_v, v_state, tVsV, tVgV, n_block)
-            v_state = self.load_block(p.v, pipe_v, v_state, tVsV, tVgV, 0)
+                k_state = self.load_block(p.k, pipes.k, k_state, k_copy, n_block - 1)
+                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
+            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, 0)
 
-            tile = cute.arch.shuffle_sync(following, 0)
-            pipe_tile.producer_acquire(tile_state)
+            tile_idx = cute.arch.shuffle_sync(following, 0)
+            pipes.tile.producer_acquire(tile_state)
             if lane == 0:
-                next_tile[tile_state.index] = tile
-                pipe_tile.producer_commit(tile_state)
+                smem.next_tile[tile_state.index] = tile_idx
+                pipes.tile.producer_commit(tile_state)
             tile_state.advance()
 
-    def partition_tma(self, operand, smem, tile, dim, head, batch):
-        """(TMA, stage) and (TMA, block) partitions of one head."""
-        tiles = cute.local_tile(operand.tensor[None, None, head, batch], (tile, dim), (None, 0))
+    @cute.jit
+    def tile_at(self, p: ForwardParams, tile_idx: Int32) -> Tile:
+        """The tile of a linear index."""
+        m_block, head, batch = p.scheduler.coordinates(tile_idx)
+        return Tile(m_block, head, batch)
+
+    def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, head_and_batch):
+        """(TMA, stage) of shared memory and (TMA, block) of one head, for `load_block`."""
+        tile_rows = cute.size(smem, mode=[0])
+        head, batch = head_and_batch
+        gX = operand.tensor[None, None, head, batch]
         return cpasync.tma_partition(
             operand.atom,
             0,
             cute.make_layout(1),
             cute.group_modes(smem, 0, 2),
-            cute.group_modes(tiles, 0, 2),
+            cute.group_modes(cute.local_tile(gX, (tile_rows, tile_dim), (None, 0)), 0, 2),
         )
 
     @cute.jit
-    def load_block(self, operand: TmaOperand, pipe, state, to_smem, from_gmem, block: Int32):
-        """Wait for a free stage, fill it with `block`, return the advanced state."""
+    def load_block(self, operand: TmaOperand, pipe, state, partition, block: Int32):
+        """Wait for a free stage, start filling it with `block`; returns the advanced state."""
+        to_smem, from_gmem = partition
         pipe.producer_acquire(state)
         cute.copy(
             operand.atom,
@@ -375,133 +440,200 @@ class FlashAttentionForwardSm90:
     # -- consumers
 
     @cute.jit
-    def mma(self, p: ForwardParams, smem, pipes):
+    def mma(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
         """Consumer warpgroup: both products, the softmax and the output of its 64 rows."""
-        sQ, sK, sV, next_tile = smem
-        pipe_q, pipe_k, pipe_v, pipe_tile = pipes
-        thread = cute.arch.thread_idx()[0] - THREADS_PER_WARPGROUP
-        consumer_wg = cute.arch.make_warp_uniform(thread // THREADS_PER_WARPGROUP)
-        lane = cute.arch.lane_idx()
-
-        # Descriptors are warpgroup-uniform: slice by the warpgroup's first thread.
-        wg_qk = p.mma_qk.get_slice(consumer_wg * THREADS_PER_WARPGROUP)
-        wg_pv = p.mma_pv.get_slice(consumer_wg * THREADS_PER_WARPGROUP)
-        tSrQ = wg_qk.make_fragment_A(wg_qk.partition_A(sQ))
-        tSrK = wg_qk.make_fragment_B(wg_qk.partition_B(sK))
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
-        tOrV = wg_pv.make_fragment_B(wg_pv.partition_B(sVt))
-        tile_m, tile_n, tile_dv = self.config.tile_m, self.config.tile_n, self.spec.tile_dv
-        acc_O = cute.make_rmem_tensor(wg_pv.partition_shape_C((tile_m, tile_dv)), Float32)
-        rP = cute.make_rmem_tensor(wg_pv.partition_shape_A((tile_m, tile_n)), self.dtype)
-        row_max = cute.make_rmem_tensor(2, Float32)
-        row_sum = cute.make_rmem_tensor(2, Float32)
-        o_scale = cute.make_rmem_tensor(2, Float32)
-        lse = cute.make_rmem_tensor(2, Float32)
-
-        thread_row = consumer_wg * 64 + thread % THREADS_PER_WARPGROUP // 32 * 16 + lane // 4
-        thread_col = 2 * (lane % 4)
-
         consumer = pipeline.PipelineUserType.Consumer
         q_state = pipeline.make_pipeline_state(consumer, 1)
         k_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
         v_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
-        tile_state = pipeline.make_pipeline_state(consumer, 2)
-        self.grant_first_turn(consumer_wg)
-        tile = cute.arch.block_idx()[0]
-        num_tiles = p.scheduler.num_tiles
-        while tile < num_tiles:
-            m_block, head, batch = p.scheduler.coordinates(tile)
-            num_blocks, num_full = self.mask.block_range(m_block, p.seqlen_q, p.seqlen_k)
-            first_row = m_block * tile_m + thread_row
-            acc_O.fill(0.0)
-            pipe_q.consumer_wait(q_state)
-
-            # first block: no output to accumulate yet
-            acc_S = self.new_scores(p)
-            pipe_k.consumer_wait(k_state)
-            self.issue_gemm(p.mma_qk, acc_S, tSrQ[None, None, None, 0], tSrK[None, None, None, k_state.index], True)
-            warpgroup.wait_group(0)
-            pipe_k.consumer_release(k_state)
-            k_state.advance()
-            S = as_rows_cols(acc_S)
-            self.mask.apply(S, first_row, (num_blocks - 1) * tile_n + thread_col, p.seqlen_q, p.seqlen_k)
-            softmax.softmax_step(S, row_max, row_sum, o_scale, p.scale_log2, self.config.rescale_threshold, True)
-            self.round_weights(acc_S, rP)
-
-            for i in cutlass.range(num_blocks - 1 - num_full, unroll=1):
-                k_state, v_state = self.step(
-                    p, pipe_k, pipe_v, k_state, v_state, consumer_wg,
-                    tSrQ, tSrK, tOrV, acc_O, rP, row_max, row_sum, o_scale,
-                    first_row, (num_blocks - 2 - i) * tile_n + thread_col, True)
-            for i in cutlass.range(cutlass.min(num_full, num_blocks - 1), unroll=1):
-                k_state, v_state = self.step(
-                    p, pipe_k, pipe_v, k_state, v_state, consumer_wg,
-                    tSrQ, tSrK, tOrV, acc_O, rP, row_max, row_sum, o_scale,
-                    first_row, Int32(0), False)
-            pipe_q.consumer_release(q_state)
+        tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
+        c = self.start_consumer(p, smem)
+        self.grant_first_turn(c)
+        tile_idx = cute.arch.block_idx()[0]
+        while tile_idx < p.scheduler.num_tiles:
+            tile = self.tile_at(p, tile_idx)
+            num_blocks, num_full = self.mask.block_range(tile.m_block, p.seqlen_q, p.seqlen_k)
+            c.acc_O.fill(0.0)
+            pipes.q.consumer_wait(q_state)
+            k_state = self.first_block(p, c, pipes, k_state, tile, num_blocks - 1)
+            if const_expr(self.mask.has_long_edge):
+                for i in cutlass.range(num_blocks - 1 - num_full, unroll=1):
+                    n_block = num_blocks - 2 - i
+                    kv_state = (k_state, v_state)
+                    k_state, v_state = self.step(p, c, pipes, kv_state, tile, n_block, True)
+            num_left = cutlass.min(num_full, num_blocks - 1)
+            for i in cutlass.range(num_left, unroll=1):
+                n_block = num_left - 1 - i
+                k_state, v_state = self.step(p, c, pipes, (k_state, v_state), tile, n_block, False)
+            pipes.q.consumer_release(q_state)
             q_state.advance()
-
-            pipe_v.consumer_wait(v_state)
-            self.issue_gemm(p.mma_pv, acc_O, rP, tOrV[None, None, None, v_state.index], False)
-            pipe_tile.consumer_wait(tile_state)
-            tile = next_tile[tile_state.index]
-            pipe_tile.consumer_release(tile_state)
+            v_state = self.last_product(p, c, pipes, v_state)
+            pipes.tile.consumer_wait(tile_state)
+            tile_idx = smem.next_tile[tile_state.index]
+            pipes.tile.consumer_release(tile_state)
             tile_state.advance()
-            softmax.finalize(row_max, row_sum, lse, p.scale_log2)
-            warpgroup.wait_group(0)
-            pipe_v.consumer_release(v_state)
-            v_state.advance()
-            O = as_rows_cols(acc_O)
-            softmax.scale_rows(O, row_sum)
-            epilogue.store_output(O, p.mO[None, None, head, batch], first_row, lane, p.seqlen_q, p.head_dim_v)
-            if const_expr(self.spec.has_lse):
-                epilogue.store_lse(lse, p.mLSE[None, head, batch], first_row, lane, p.seqlen_q)
+            self.store(p, c, tile)
+
+    def start_consumer(self, p: ForwardParams, smem: SharedTensors) -> Consumer:
+        """Partition the operands for this thread and allocate its registers."""
+        tile_m, tile_n, tile_dv = self.config.tile_m, self.config.tile_n, self.spec.tile_dv
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS_PER_WARPGROUP
+        index = warp // WARPS_PER_WARPGROUP
+        lane = cute.arch.lane_idx()
+        # Descriptors are the same for a whole warpgroup: slice by its first thread.
+        wg_qk = p.mma_qk.get_slice(index * THREADS_PER_WARPGROUP)
+        wg_pv = p.mma_pv.get_slice(index * THREADS_PER_WARPGROUP)
+        sVt = cute.make_tensor(smem.sV.iterator, cute.select(smem.sV.layout, mode=[1, 0, 2]))
+        return Consumer(
+            warpgroup=index,
+            lane=lane,
+            row=warp * ROWS_PER_WARP + lane // 4,
+            col=2 * (lane % 4),
+            tSrQ=wg_qk.make_fragment_A(wg_qk.partition_A(smem.sQ))[None, None, None, 0],
+            tSrK=wg_qk.make_fragment_B(wg_qk.partition_B(smem.sK)),
+            tOrV=wg_pv.make_fragment_B(wg_pv.partition_B(sVt)),
+            acc_O=cute.make_rmem_tensor(wg_pv.partition_shape_C((tile_m, tile_dv)), Float32),
+            rP=cute.make_rmem_tensor(wg_pv.partition_shape_A((tile_m, tile_n)), self.dtype),
+            row_max=cute.make_rmem_tensor(ROWS_PER_THREAD, Float32),
+            row_sum=cute.make_rmem_tensor(ROWS_PER_THREAD, Float32),
+            o_scale=cute.make_rmem_tensor(ROWS_PER_THREAD, Float32),
+        )
+
+    @cute.jit
+    def first_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, k_state, tile, n_block):
+        """Scores and weights of a tile's first block; there is no product with V to overlap yet."""
+        acc_S = self.new_scores(p)
+        pipes.k.consumer_wait(k_state)
+        self.issue_gemm(p.mma_qk, acc_S, c.tSrQ, c.tSrK[None, None, None, k_state.index], True)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        S = as_rows_cols(acc_S)
+        self.modify_scores(p, c, S, tile, n_block, True)
+        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, p.scale_log2, 0.0, True)
+        self.round_weights(acc_S, c.rP)
+        k_state.advance()
+        return k_state
 
     @cute.jit
     def step(
-        self, p: ForwardParams, pipe_k, pipe_v, k_state, v_state, consumer_wg: Int32,
-        tSrQ, tSrK, tOrV, acc_O, rP, row_max, row_sum, o_scale,
-        first_row: Int32, first_col: Int32, is_masked: cutlass.Constexpr[bool],
+        self,
+        p: ForwardParams,
+        c: Consumer,
+        pipes: Pipes,
+        kv_state,
+        tile: Tile,
+        n_block: Int32,
+        is_masked: cutlass.Constexpr[bool],
     ):
+        """One block: S of this one and O of the one before share the tensor cores, then softmax.
+
+        Contract: returns the advanced (k_state, v_state), which the caller rebinds.
+        """
+        k_state, v_state = kv_state
         acc_S = self.new_scores(p)
-        pipe_k.consumer_wait(k_state)
-        self.take_turn(consumer_wg)
-        self.issue_gemm(p.mma_qk, acc_S, tSrQ[None, None, None, 0], tSrK[None, None, None, k_state.index], True)
-        pipe_v.consumer_wait(v_state)
-        self.issue_gemm(p.mma_pv, acc_O, rP, tOrV[None, None, None, v_state.index], False)
-        self.pass_turn(consumer_wg)
+        pipes.k.consumer_wait(k_state)
+        self.take_turn(c)
+        self.issue_gemm(p.mma_qk, acc_S, c.tSrQ, c.tSrK[None, None, None, k_state.index], True)
+        pipes.v.consumer_wait(v_state)
+        self.issue_gemm(p.mma_pv, c.acc_O, c.rP, c.tOrV[None, None, None, v_state.index], False)
+        self.pass_turn(c)
         warpgroup.wait_group(1)
-        pipe_k.consumer_release(k_state)
-        S = as_rows_cols(acc_S)
-        if const_expr(is_masked or not self.config.use_speculation):
-            if const_expr(is_masked):
-                self.mask.apply(S, first_row, first_col, p.seqlen_q, p.seqlen_k)
-            softmax.softmax_step(S, row_max, row_sum, o_scale, p.scale_log2, self.config.rescale_threshold, False, 0 if is_masked else self.config.fma_exp_period)
-            warpgroup.wait_group(0)
-            pipe_v.consumer_release(v_state)
-            self.round_weights(acc_S, rP)
-            softmax.rescale_output(as_rows_cols(acc_O), o_scale)
+        pipes.k.consumer_release(k_state)
+        self.modify_scores(p, c, as_rows_cols(acc_S), tile, n_block, is_masked)
+        if const_expr(is_masked):
+            self.weigh_exactly(p, c, pipes, v_state, acc_S)
         else:
-            weights = self.new_scores(p)
-            block_sum = cute.make_rmem_tensor(2, Float32)
-            is_outgrown = softmax.speculative_step(S, as_rows_cols(weights), row_max, block_sum, p.scale_log2, self.config.rescale_threshold, self.config.fma_exp_period)
-            warpgroup.wait_group(0)
-            pipe_v.consumer_release(v_state)
-            self.round_weights(weights, rP)
-            if is_outgrown:
-                softmax.softmax_step(S, row_max, row_sum, o_scale, p.scale_log2, 0.0, False)
-                self.round_weights(acc_S, rP)
-                softmax.scale_rows(as_rows_cols(acc_O), o_scale)
-            else:
-                for r in cutlass.range_constexpr(2):
-                    row_sum[r] = row_sum[r] + block_sum[r]
+            self.weigh_speculatively(p, c, pipes, v_state, acc_S)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
 
     @cute.jit
+    def modify_scores(
+        self,
+        p: ForwardParams,
+        c: Consumer,
+        S: cute.Tensor,
+        tile: Tile,
+        n_block: Int32,
+        is_masked: cutlass.Constexpr[bool],
+    ):
+        """Everything between Q K^T and the softmax."""
+        if const_expr(self.spec.negate_scores):
+            for i in cutlass.range_constexpr(cute.size(S)):
+                S[i] = -S[i]
+        if const_expr(is_masked):
+            first_row = tile.m_block * self.config.tile_m + c.row
+            first_col = n_block * self.config.tile_n + c.col
+            self.mask.apply(S, first_row, first_col, p.seqlen_q, p.seqlen_k)
+
+    @cute.jit
+    def weigh_exactly(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):
+        """Weights against the true running maximum; rescales O where it rose enough."""
+        threshold = self.config.rescale_threshold
+        S = as_rows_cols(acc_S)
+        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, p.scale_log2, threshold, False)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        self.round_weights(acc_S, c.rP)
+        softmax.rescale_output(as_rows_cols(c.acc_O), c.o_scale)
+
+    @cute.jit
+    def weigh_speculatively(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):
+        """Weights against the last known maximum; falls back where they outgrow it.
+
+        The scores stay in registers until the check, so the fall-back needs no second product.
+        """
+        S = as_rows_cols(acc_S)
+        weights = self.new_scores(p)
+        block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        is_outgrown = softmax.speculative_step(
+            S,
+            as_rows_cols(weights),
+            c.row_max,
+            block_sum,
+            p.scale_log2,
+            self.config.rescale_threshold,
+        )
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        self.round_weights(weights, c.rP)
+        if is_outgrown:
+            softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, p.scale_log2, 0.0, False)
+            self.round_weights(acc_S, c.rP)
+            softmax.scale_rows(as_rows_cols(c.acc_O), c.o_scale)
+        else:
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                c.row_sum[r] = c.row_sum[r] + block_sum[r]
+
+    @cute.jit
+    def last_product(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state):
+        """O of the tile's last block."""
+        pipes.v.consumer_wait(v_state)
+        self.issue_gemm(p.mma_pv, c.acc_O, c.rP, c.tOrV[None, None, None, v_state.index], False)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        return v_state
+
+    @cute.jit
+    def store(self, p: ForwardParams, c: Consumer, tile: Tile):
+        """Close the softmax, divide by the row sums and write the tile."""
+        first_row = tile.m_block * self.config.tile_m + c.row
+        factor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        softmax.finalize(c.row_max, c.row_sum, factor, lse, p.scale_log2)
+        if const_expr(self.spec.has_lse):
+            gLSE = p.mLSE[None, tile.head, tile.batch]
+            epilogue.store_lse(lse, gLSE, first_row, c.lane, p.seqlen_q)
+        O = as_rows_cols(c.acc_O)
+        softmax.scale_rows(O, factor)
+        gO = p.mO[None, None, tile.head, tile.batch]
+        epilogue.store_output(O, gO, first_row, c.lane, p.seqlen_q, p.head_dim_v)
+
+    @cute.jit
     def round_weights(self, weights, rP):
-        """P = weights in the input dtype; accumulator and A fragment hold them in the same order."""
+        """P = weights in the input dtype; accumulator and A fragment share one element order."""
         words = cute.recast_tensor(rP, Int32)
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = pack_halves(weights[2 * i], weights[2 * i + 1], self.dtype)
@@ -525,23 +657,26 @@ class FlashAttentionForwardSm90:
     # -- ping-pong
 
     @cute.jit
-    def grant_first_turn(self, consumer_wg: Int32):
+    def grant_first_turn(self, c: Consumer):
+        """The last warpgroup passes the turn to the first before anyone took it."""
         if const_expr(self.config.use_ping_pong):
-            if consumer_wg == self.config.num_mma_warpgroups - 1:
-                self.pass_turn(consumer_wg)
+            if c.warpgroup == self.config.num_mma_warpgroups - 1:
+                self.pass_turn(c)
 
     @cute.jit
-    def take_turn(self, consumer_wg: Int32):
+    def take_turn(self, c: Consumer):
+        """Wait for this warpgroup's turn at the tensor cores."""
         if const_expr(self.config.use_ping_pong):
             cute.arch.barrier(
-                barrier_id=Barrier.TURN + consumer_wg, number_of_threads=2 * THREADS_PER_WARPGROUP
+                barrier_id=Barrier.TURN + c.warpgroup, number_of_threads=2 * THREADS_PER_WARPGROUP
             )
 
     @cute.jit
-    def pass_turn(self, consumer_wg: Int32):
+    def pass_turn(self, c: Consumer):
+        """Let the next warpgroup issue; its softmax then overlaps with our products."""
         if const_expr(self.config.use_ping_pong):
-            last = self.config.num_mma_warpgroups - 1
-            successor = cutlass.select_(consumer_wg == last, Int32(0), consumer_wg + 1)
+            is_last = c.warpgroup == self.config.num_mma_warpgroups - 1
+            successor = cutlass.select_(is_last, Int32(0), c.warpgroup + 1)
             cute.arch.barrier_arrive(
                 barrier_id=Barrier.TURN + successor, number_of_threads=2 * THREADS_PER_WARPGROUP
             )

@@ -1,0 +1,180 @@
+"""Which kernel runs a problem on a target, with which tiles: declared against required features.
+
+Every kernel declares what it can do; a problem requires features and has numbers (head dims,
+dtype). What no kernel covers is refused with what each one lacks. The same table answers
+``is_supported`` and fills the support page of the documentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from flash_cute import env
+from flash_cute.errors import UnsupportedProblem
+from flash_cute.features import Feature
+from flash_cute.problem import AttentionProblem, Support
+from flash_cute.sm90 import config as sm90
+from flash_cute.specialization import ForwardSpecialization
+from flash_cute.target import Target
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What one kernel class can do, as the support table shows it.
+
+    Units: head dims are multiples of `head_dim_step` up to `max_head_dim`; head_dim_v is at most
+           head_dim, both after rounding up to one of `tile_head_dims`.
+    """
+
+    kernel: str
+    module: str
+    archs: tuple[str, ...]
+    features: frozenset[Feature]
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
+    head_dim_step: int = 8
+    tile_head_dims: tuple[int, ...] = sm90.TILE_HEAD_DIMS
+
+    @property
+    def max_head_dim(self) -> int:
+        """The largest head dim."""
+        return self.tile_head_dims[-1]
+
+    def tile_head_dim(self, head_dim: int) -> int:
+        """Round a head dim up to one that has tiles."""
+        return next(tile for tile in self.tile_head_dims if tile >= head_dim)
+
+    def is_class(self, kernel: type[Any]) -> bool:
+        """Whether this declares exactly that class; a subclass of it is another kernel."""
+        return (kernel.__module__, kernel.__qualname__) == (self.module, self.kernel)
+
+    def lacks(self, problem: AttentionProblem, target: Target) -> list[str]:
+        """Say what keeps this kernel from running `problem` on `target`; empty if nothing does."""
+        missing: list[str] = []
+        if target.arch not in self.archs:
+            missing.append(f"runs on {', '.join(self.archs)}, not on {target.arch}")
+        missing += sorted(f.value for f in problem.required_features() - self.features)
+        if DTYPE_NAMES.get(problem.dtype) not in self.dtypes:
+            missing.append(f"dtype {problem.dtype} (has {', '.join(self.dtypes)})")
+        return missing + self._lacks_head_dims(problem.head_dim, problem.head_dim_v)
+
+    def _lacks_head_dims(self, head_dim: int, head_dim_v: int) -> list[str]:
+        step, largest = self.head_dim_step, self.max_head_dim
+        for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+            if dim % step or not step <= dim <= largest:
+                nearest = min(largest, -(-dim // step) * step)
+                return [
+                    f"{name} {dim} (has multiples of {step} up to {largest}; nearest {nearest})"
+                ]
+        if self.tile_head_dim(head_dim_v) > self.tile_head_dim(head_dim):
+            return [f"head_dim_v {head_dim_v} above head_dim {head_dim}"]
+        return []
+
+
+SM90 = Declaration(
+    kernel="FlashAttentionForwardSm90",
+    module="flash_cute.sm90.fwd",
+    archs=("sm_90a",),
+    features=frozenset({Feature.CAUSAL, Feature.GQA, Feature.LSE, Feature.HEAD_DIM_V}),
+)
+
+KERNELS = (SM90,)
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """Everything that shapes a compiled kernel: the cache key, and all that compiling sees."""
+
+    kernel: str
+    arch: str
+    spec: ForwardSpecialization
+    config: sm90.ForwardConfigSm90
+
+
+def current_target(device: torch.device | int | None = None) -> Target:
+    """Return the GPU to compile for: FLASH_CUTE_ARCH, else the device (the current one if None).
+
+    Raises: UnsupportedProblem when neither is there or the GPU is not known.
+    """
+    arch = env.settings().arch
+    if arch is not None:
+        return Target.from_arch(arch)
+    if not torch.cuda.is_available():
+        raise UnsupportedProblem(
+            "there is no GPU to compile for; name one with FLASH_CUTE_ARCH=sm_90a, or with --arch "
+            "on the command line"
+        )
+    facts: Any = cast(Any, torch.cuda).get_device_properties(device)
+    return Target.from_capability(facts.major, facts.minor, facts.multi_processor_count)
+
+
+def target_of(problem: AttentionProblem) -> Target:
+    """Return the GPU that a problem is for: its own, or the current one of a problem without."""
+    return current_target(problem.device if problem.device.type == "cuda" else None)
+
+
+def is_supported(problem: AttentionProblem, target: Target | None = None) -> Support:
+    """Say whether a kernel runs `problem` on `target` (the problem's own GPU if None)."""
+    try:
+        key = key_for(problem, target or target_of(problem))
+    except UnsupportedProblem as error:
+        return Support(reason=str(error))
+    return Support(backend=key.kernel)
+
+
+def key_for(
+    problem: AttentionProblem, target: Target, kernel: type[Any] | None = None
+) -> KernelKey:
+    """Choose the kernel and its config for `problem` on `target`.
+
+    Args:
+        kernel: the kernel class that must be used, one of the package's own; None leaves the choice
+            to the table.
+    Raises: UnsupportedProblem with what each candidate lacks.
+    """
+    candidates = [d for d in KERNELS if kernel is None or d.is_class(kernel)]
+    for declaration in candidates:
+        if not declaration.lacks(problem, target):
+            return _key(declaration, problem, target)
+    raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
+
+
+def kernel_for(key: KernelKey) -> Any:
+    """Build the kernel object of a key; imports the DSL."""
+    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
+
+    return FlashAttentionForwardSm90(key.spec, key.config)
+
+
+def _key(declaration: Declaration, problem: AttentionProblem, target: Target) -> KernelKey:
+    spec = ForwardSpecialization(
+        dtype=DTYPE_NAMES[problem.dtype],
+        tile_d=declaration.tile_head_dim(problem.head_dim),
+        tile_dv=declaration.tile_head_dim(problem.head_dim_v),
+        is_causal=problem.is_causal_only,
+        has_lse=problem.return_lse,
+        negate_scores=problem.softmax_scale < 0,
+    )
+    return KernelKey(
+        declaration.kernel, target.arch, spec, sm90.default_config(spec, problem.seqlen_k)
+    )
+
+
+def _refusal(
+    candidates: list[Declaration],
+    problem: AttentionProblem,
+    target: Target,
+    kernel: type[Any] | None,
+) -> str:
+    if not candidates:
+        known = ", ".join(d.kernel for d in KERNELS)
+        return f"kernel is {kernel}, expected one of {known} (the package's own classes)"
+    reasons = [f"{d.kernel} lacks {'; '.join(d.lacks(problem, target))}" for d in candidates]
+    advice = "the CPU reference does all of it: move the tensors with .cpu()"
+    if Feature.GRADIENT in problem.required_features():
+        advice = "there is no backward kernel yet: call under torch.no_grad(), or pass q.detach()"
+    return f"no kernel runs this problem on {target.arch}: {'; '.join(reasons)} ({advice})"

@@ -1,0 +1,47 @@
+"""Every declared cell cross-compiles without a GPU: no spills, no stack, within shared memory."""
+
+import itertools
+
+import pytest
+
+from flash_cute import Target
+from flash_cute.selection import SM90
+from flash_cute.sm90.config import TILE_HEAD_DIMS, default_config
+from flash_cute.specialization import ForwardSpecialization
+
+pytestmark = pytest.mark.compile
+
+MIXED_DIMS = [(96, 64), (128, 64), (128, 96), (192, 64), (192, 96), (192, 128)] + [
+    (256, dv) for dv in (64, 96, 128, 192)
+]
+REGISTERS_AT_ENTRY = {256: 255, 384: 168, 512: 128}  # by threads of a CTA: 64k registers shared
+
+
+def cells():
+    for d, is_causal, has_lse in itertools.product(TILE_HEAD_DIMS, (False, True), (False, True)):
+        yield ForwardSpecialization("bf16", d, d, is_causal, has_lse), 8192
+    for d, dv in MIXED_DIMS:
+        yield ForwardSpecialization("bf16", d, dv, True, True), 8192
+    yield ForwardSpecialization("bf16", 64, 64, True, True), 1024
+    yield ForwardSpecialization("fp16", 128, 128, True, True), 8192
+    yield ForwardSpecialization("fp16", 64, 64, False, True, negate_scores=True), 8192
+
+
+@pytest.mark.parametrize(
+    "spec, seqlen_k", cells(), ids=lambda value: getattr(value, "label", value)
+)
+def test_cell_compiles_without_spills(spec, seqlen_k):
+    pytest.importorskip("cutlass")
+    from flash_cute.compile import inspect_kernel
+    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
+
+    config = default_config(spec, seqlen_k)
+    report = inspect_kernel(FlashAttentionForwardSm90(spec, config), SM90.archs[0])
+    if report.missing:
+        pytest.skip("; ".join(report.missing))
+    assert (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes) == (0, 0, 0)
+    assert report.registers is not None
+    assert report.registers <= REGISTERS_AT_ENTRY[config.num_threads]
+    assert report.smem_bytes is not None
+    assert report.smem_bytes <= Target.from_arch(SM90.archs[0]).smem_bytes
+    assert f".entry {report.name}" in report.ptx
