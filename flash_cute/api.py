@@ -88,12 +88,17 @@ def flash_attn_func(
             also for inputs that require grad outside torch.no_grad(). Both before anything is
             launched.
     """
-    key = None
-    if q.is_cuda and all(x is None for x in (sink, score_mod, mask_mod, block_mask, out, kernel)):
-        plain = (softmax_scale, causal, window_size, attention_chunk, softcap)
-        plan, key = launch.recall(q, k, v, (*plain, pack_gqa, num_splits, return_lse))
-        if plan is not None:
-            return plan.run(q, k, v)
+    plan = key = None
+    try:
+        if q.is_cuda and all(
+            x is None for x in (sink, score_mod, mask_mod, block_mask, out, kernel)
+        ):
+            plain = (softmax_scale, causal, window_size, attention_chunk, softcap)
+            plan, key = launch.recall(q, k, v, (*plain, pack_gqa, num_splits, return_lse))
+    except AttributeError:
+        pass  # something is no tensor: refused by name below
+    if plan is not None:
+        return plan.run(q, k, v)
     options = Options(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -295,7 +300,14 @@ def _attention_cpu(problem: AttentionProblem, inputs: AttentionInputs) -> Result
 def _support(problem: AttentionProblem, inputs: AttentionInputs | None) -> Support:
     if problem.device.type == "cpu":
         return _support_cpu(problem, inputs)
-    return selection.is_supported(problem)
+    kernel = None if inputs is None else inputs.kernel
+    if kernel is None:
+        return selection.is_supported(problem)
+    try:
+        key = selection.key_for(problem, selection.target_of(problem), kernel)
+    except UnsupportedProblem as error:
+        return Support(reason=str(error))
+    return Support(backend=key.kernel)
 
 
 def _support_cpu(problem: AttentionProblem, inputs: AttentionInputs | None) -> Support:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import checks
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_cute
 from flash_cute import (
@@ -155,6 +157,14 @@ def test_refusals_are_value_error_and_not_implemented_error(qkv: checks.Operands
         flash_attn_func(*qkv, kernel=type("Mine", (), {}))
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_tensor_is_refused_by_name(function: Any, name: str, qkv: checks.Operands):
+    operands = dict(zip("qkv", qkv, strict=True), **{name: [1.0]})
+    with pytest.raises(InvalidProblem, match=f"^{name} is of type list, expected a torch.Tensor$"):
+        function(*operands.values())
+
+
 def test_values_are_checked_on_the_cpu(qkv: checks.Operands):
     with pytest.raises(InvalidProblem, match=r"seqused_k\[1\] is 12, expected 0 to 11"):
         flash_attn_varlen_func(*qkv, seqused_k=int32(3, 12))
@@ -280,29 +290,111 @@ def test_public_names_exist():
         flash_cute.flash_attn_nothing  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue]
 
 
-# ---- On a GPU ------------------------------------------------------------------------------------
+# ---- Tensors on a GPU ----------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_inputs_that_require_grad_are_refused_on_a_gpu():
-    q, k, v = checks.gaussian(checks.Case(head_dim=64), "cuda")
+@pytest.fixture
+def hopper_qkv(monkeypatch: pytest.MonkeyPatch) -> Iterator[checks.Operands]:
+    """Operands on a Hopper GPU that need not exist: refusals come before anything touches it."""
+    monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
+    with FakeTensorMode():
+        q = torch.empty(2, 9, 4, 64, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(2, 11, 2, 64, dtype=torch.bfloat16, device="cuda")
+        yield q, k, torch.empty_like(k)
+
+
+def test_inputs_that_require_grad_are_refused_on_a_gpu(hopper_qkv: checks.Operands):
+    q, k, v = hopper_qkv
     q.requires_grad_()
-    with pytest.raises(UnsupportedProblem, match=r"torch\.no_grad\(\)"):
-        flash_attn_func(q, k, v)
-    assert "torch.no_grad()" in is_supported(q, k, v).reason
+    answer = is_supported(q, k, v)
+    assert not answer and "gradient" in answer.reason and "torch.no_grad()" in answer.reason
     with torch.no_grad():
-        assert isinstance(flash_attn_func(q, k, v), torch.Tensor)
-    assert isinstance(flash_attn_func(q.detach(), k, v), torch.Tensor)
+        assert is_supported(q, k, v)
+    assert is_supported(q.detach(), k, v)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_tensor_is_refused_beside_tensors_on_a_gpu(
+    name: str, hopper_qkv: checks.Operands
+):
+    operands = dict(zip("qkv", hopper_qkv, strict=True), **{name: [1.0]})
+    with pytest.raises(InvalidProblem, match=f"^{name} is of type list, expected a torch.Tensor$"):
+        flash_attn_func(*operands.values())
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (3, 0)},
+    "attention_chunk": {"attention_chunk": 4},
+    "softcap": {"softcap": 2.0},
+    "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score},
+    "mask_mod": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx < 3},
+    "split_kv": {"num_splits": 2},
+    "pack_gqa": {"pack_gqa": True},
+}
+
+
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_what_no_kernel_does_is_refused_by_name(feature: str, hopper_qkv: checks.Operands):
+    answer = is_supported(*hopper_qkv, **UNSUPPORTED[feature])
+    assert not answer and f"lacks {feature}" in answer.reason
+
+
+def test_what_a_kernel_does_is_supported(hopper_qkv: checks.Operands):
+    for options in ({}, {"causal": True}, {"window_size": (-1, 0)}, {"return_lse": True}):
+        assert is_supported(*hopper_qkv, **options).backend == "FlashAttentionForwardSm90"
+
+
+def test_is_supported_looks_at_the_kernel_asked_for(hopper_qkv: checks.Operands):
+    answer = is_supported(*hopper_qkv, kernel=type("Mine", (), {}))
+    assert not answer and "Mine" in answer.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_dtypes_are_invalid_on_a_gpu(dtype: torch.dtype, hopper_qkv: checks.Operands):
+    answer = is_supported(*(tensor.to(dtype) for tensor in hopper_qkv))
+    assert answer.reason.startswith(f"dtype is {dtype}, expected one of torch.float16, torch.bf")
+
+
+def test_is_supported_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FLASH_CUTE_ARCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    problem = AttentionProblem(
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        batch=1,
+        seqlen_q=1,
+        seqlen_k=1,
+        num_heads_q=1,
+        num_heads_kv=1,
+        head_dim=64,
+        head_dim_v=64,
+    )
+    answer = is_supported(problem)
+    assert not answer and answer.reason.startswith("there is no GPU to compile for")
+    monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
+    assert is_supported(problem)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
-def test_what_no_kernel_does_is_refused_on_a_gpu_by_name():
+def test_a_result_on_a_gpu_never_loses_its_gradient():
+    """Also when the same call was made before without gradients, and is remembered."""
     q, k, v = checks.gaussian(checks.Case(head_dim=64), "cuda")
-    with pytest.raises(UnsupportedProblem, match="rotary|block_mask|softcap|score_mod"):
-        flash_attn_func(q, k, v, block_mask=object())
-    for dtype in (torch.float32, torch.float64):
-        operands = [tensor.to(dtype) for tensor in (q, k, v)]
-        with pytest.raises(InvalidProblem, match=f"dtype is {dtype}, expected one of"):
-            flash_attn_func(*operands)
+    out = flash_attn_func(q, k, v)
+    with pytest.raises(UnsupportedProblem, match=r"torch\.no_grad\(\)"):
+        flash_attn_func(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        checks.assert_same_bits("out", flash_attn_func(q, k, v), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_a_call_on_a_gpu_is_refused_as_is_supported_says(feature: str):
+    q, k, v = checks.gaussian(checks.Case(head_dim=64), "cuda")
+    answer = is_supported(q, k, v, **UNSUPPORTED[feature])
+    if answer:
+        pytest.skip(f"a kernel has {feature}")
+    with pytest.raises(UnsupportedProblem) as caught:
+        flash_attn_func(q, k, v, **UNSUPPORTED[feature])
+    assert str(caught.value) == answer.reason

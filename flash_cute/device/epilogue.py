@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash_cute.device.primitives import quad_transpose
+from flash_cute.device.primitives import pack_halves, quad_transpose
 
 ELEMENTS_PER_STORE = 8
 
@@ -31,12 +31,10 @@ def store_output(
     for r in cutlass.range_constexpr(cute.size(acc_O, mode=[0])):
         row = first_row + 8 * r
         num_cols_thread = cute.size(acc_O, mode=[1])
-        rounded = cute.make_rmem_tensor(num_cols_thread, dtype)
-        for i in cutlass.range_constexpr(num_cols_thread):
-            rounded[i] = acc_O[r, i].to(dtype)
-        packed = cute.recast_tensor(rounded, Int32)
         for g in cutlass.range_constexpr(num_cols_thread // ELEMENTS_PER_STORE):
-            words = quad_transpose([packed[4 * g + w] for w in range(4)], lane)
+            pairs = [ELEMENTS_PER_STORE * g + 2 * w for w in range(4)]
+            words = [pack_halves(acc_O[r, i], acc_O[r, i + 1], dtype) for i in pairs]
+            words = quad_transpose(words, lane)
             col = ELEMENTS_PER_STORE * (4 * g + lane % 4)
             if row < num_rows and col < num_cols:
                 run = cute.make_rmem_tensor(4, Int32)

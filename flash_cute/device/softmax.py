@@ -114,8 +114,8 @@ def rescale_output(acc_O: cute.Tensor, o_scale: cute.Tensor):
 def scale_rows(acc: cute.Tensor, factors: cute.Tensor):
     """acc[r, :] *= factors[r], with acc as ``as_rows_cols`` views it."""
     for r in cutlass.range_constexpr(cute.size(factors)):
-        for i in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            acc[r, i] = acc[r, i] * factors[r]
+        row = acc[r, None]
+        row.store(row.load() * factors[r])
 
 
 @cute.jit

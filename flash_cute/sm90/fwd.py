@@ -31,6 +31,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
@@ -313,7 +314,7 @@ class FlashAttentionForwardSm90:
         if warp == 0:
             for operand in (p.q, p.k, p.v):
                 cpasync.prefetch_descriptor(operand.atom)
-        storage = cutlass.utils.SmemAllocator().allocate(self.shared_storage(p))
+        storage = SmemAllocator().allocate(self.shared_storage(p))
         pipes = self.open_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -560,8 +561,7 @@ class FlashAttentionForwardSm90:
     ):
         """Everything between Q K^T and the softmax."""
         if const_expr(self.spec.negate_scores):
-            for i in cutlass.range_constexpr(cute.size(S)):
-                S[i] = -S[i]
+            S.store(-S.load())
         if const_expr(is_masked):
             first_row = tile.m_block * self.config.tile_m + c.row
             first_col = n_block * self.config.tile_n + c.col
