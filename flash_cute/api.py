@@ -88,17 +88,12 @@ def flash_attn_func(
             also for inputs that require grad outside torch.no_grad(). Both before anything is
             launched.
     """
-    plan = key = None
-    try:
-        if q.is_cuda and all(
-            x is None for x in (sink, score_mod, mask_mod, block_mask, out, kernel)
-        ):
-            plain = (softmax_scale, causal, window_size, attention_chunk, softcap)
-            plan, key = launch.recall(q, k, v, (*plain, pack_gqa, num_splits, return_lse))
-    except AttributeError:
-        pass  # something is no tensor: refused by name below
-    if plan is not None:
-        return plan.run(q, k, v)
+    key = None
+    if sink is score_mod is mask_mod is block_mask is out is kernel is None:
+        numbers = (softmax_scale, causal, window_size, attention_chunk, softcap)
+        result, key = launch.recall(q, k, v, (numbers, pack_gqa, num_splits, return_lse))
+        if result is not None:
+            return result
     options = Options(
         softmax_scale=softmax_scale,
         causal=causal,

@@ -23,24 +23,34 @@ from flash_cute.target import Target
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 LOG2_E = math.log2(math.e)
+SMALLEST_SCALE = 2.0**-126  # stands for 0, which times the -inf of a masked score would be NaN
 ALIGNMENT = 16  # bytes: what TMA and the 16-byte stores ask of addresses and strides
 TMA_STRIDE_LIMIT = 2**40  # bytes
 L2_SECTION_BYTES = 16 * 2**20  # K and V of the heads in flight; a third of an H200's L2
 MAX_PLANS = 4096
 
 
+# torch's own short cuts, without checks and objects: 0.1 µs instead of 1. The names are private, so
+# each has the public function behind it.
+_torch_c: Any = getattr(torch, "_C")  # noqa: B009
+_guards: Any = getattr(getattr(_torch_c, "_dynamo", None), "guards", None)
+
+
 def _raw_stream(device_index: int) -> int:
     return torch.cuda.current_stream(device_index).cuda_stream
 
 
-# torch's own short cuts, without checks and objects: 0.1 µs instead of 1. The names are private, so
-# each has the public function behind it.
-_torch_c: Any = getattr(torch, "_C")  # noqa: B009
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
 current_device: Callable[[], int] = getattr(_torch_c, "_cuda_getDevice", torch.cuda.current_device)
 raw_stream: Callable[[int], int] = getattr(_torch_c, "_cuda_getCurrentRawStream", _raw_stream)
 is_capturing: Callable[[], bool] = getattr(
     _torch_c, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
+# An uninitialised tensor on the current device; Inductor's generated code allocates with this.
+empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _empty)
 
 
 class TileCounters:
@@ -85,43 +95,37 @@ class LaunchPlan:
     """What a call with these shapes, strides and options does; the addresses are all that varies.
 
     Shapes: arguments: all between the six addresses and the stream, in the order of ForwardArgs
-    Contract: run on tensors of exactly the layout it was made for, with aligned addresses.
+            counters: None where every CTA has one tile and none is counted
+    Contract: run on tensors of exactly the layout it was made for, with aligned addresses, while
+              their device is the current one.
     """
 
     executable: Executable
     arguments: tuple[int | float, ...]
     out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
     lse_shape: tuple[int, ...] | None
-    device: torch.device
-    counters: TileCounters
+    lse_strides: tuple[int, ...]
+    dtype: torch.dtype
+    device_index: int
+    counters: TileCounters | None
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+        self, q_address: int, k_address: int, v_address: int, out: torch.Tensor | None = None
     ) -> Result:
-        """Launch on the current stream of the tensors' device; returns out, or (out, lse)."""
-        index = self.device.index
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return self.run(q, k, v, out)
-        stream = raw_stream(index)
-        counters = self.counters
-        counter = counters.of_capture() if is_capturing() else counters.of_stream(stream)
+        """Launch on the current stream; returns out, or (out, lse)."""
+        stream = raw_stream(self.device_index)
+        counter, counters = 0, self.counters
+        if counters is not None:
+            counter = counters.of_capture() if is_capturing() else counters.of_stream(stream)
         if out is None:
-            out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
+            out = empty(self.out_shape, self.out_strides, self.dtype)
         lse, lse_address = None, 0
         if self.lse_shape is not None:
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+            lse = empty(self.lse_shape, self.lse_strides, torch.float32)
             lse_address = lse.data_ptr()
-        self.executable(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            lse_address,
-            counter,
-            *self.arguments,
-            stream,
-        )
+        addresses = (q_address, k_address, v_address, out.data_ptr(), lse_address, counter)
+        self.executable(*addresses, *self.arguments, stream)
         return out if lse is None else (out, lse)
 
 
@@ -130,35 +134,37 @@ _plans: dict[Hashable, LaunchPlan] = {}
 
 def recall(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[Hashable, ...]
-) -> tuple[LaunchPlan | None, Hashable]:
-    """Find the plan of a call that was made before; also the key to remember it by.
+) -> tuple[Result | None, Hashable]:
+    """Repeat a call that was made before; else (None, key), for `attention` to remember it by.
 
-    The key is everything that validation, selection and the launch arguments depend on. There is
-    no plan for addresses that TMA cannot read and for inputs that require grad.
+    The key holds all that validation, selection and the launch arguments depend on. There is none
+    for what no plan covers: addresses that TMA cannot read, another device than the current one,
+    inputs that require grad.
     """
-    key = (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        options,
-    )
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return None, None
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        return None, None
     try:
-        return _plans.get(key), key
+        dtype, index = q.dtype, q.get_device()
+        if index < 0 or k.get_device() != index or v.get_device() != index:
+            return None, None
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except AttributeError:  # no tensor: validation names it
+        return None, None
+    if (
+        (addresses[0] | addresses[1] | addresses[2]) % ALIGNMENT
+        or k.dtype is not dtype
+        or v.dtype is not dtype
+        or index != current_device()
+        or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+    ):
+        return None, None
+    layouts = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    key = (layouts, dtype, index, options)
+    try:
+        plan = _plans.get(key)
     except TypeError:  # an option that is no plain value: validation names it
         return None, None
+    if plan is None:
+        return None, key
+    return plan.run(*addresses), key
 
 
 def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable = None) -> Result:
@@ -183,7 +189,7 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
-        result = plan.run(q, k, v, out)
+        result = plan.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out)
     if inputs.out is not None and out is None:
         return _into(inputs.out, result)
     return result
@@ -226,17 +232,28 @@ def make_plan(
         raise UnsupportedProblem(
             f"the problem has {num_m_blocks * num_pairs} query tiles, at most 2**31: split it"
         )
+    num_ctas = min(target.num_sms, num_m_blocks * num_pairs)
     arguments = (
         *(p.batch, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.num_heads_kv, p.head_dim, p.head_dim_v),
         *launch_strides(q),
         *launch_strides(k),
         *launch_strides(v),
-        *(launch_strides(out) if out is not None else _contiguous_strides(out_shape)),
-        abs(p.softmax_scale) * LOG2_E,
+        *(launch_strides(out) if out is not None else contiguous_strides(out_shape)[:3]),
+        max(abs(p.softmax_scale) * LOG2_E, SMALLEST_SCALE),
         section_heads(p),
-        min(target.num_sms, num_m_blocks * num_pairs),
+        num_ctas,
     )
-    return LaunchPlan(executable, arguments, out_shape, lse_shape, p.device, counters)
+    return LaunchPlan(
+        executable=executable,
+        arguments=arguments,
+        out_shape=out_shape,
+        out_strides=contiguous_strides(out_shape),
+        lse_shape=lse_shape,
+        lse_strides=() if lse_shape is None else contiguous_strides(lse_shape),
+        dtype=p.dtype,
+        device_index=q.get_device(),
+        counters=counters if num_ctas < num_m_blocks * num_pairs else None,
+    )
 
 
 def section_heads(problem: AttentionProblem) -> int:
@@ -260,9 +277,12 @@ def launch_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     return batch, seqlen, head
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    _, seqlen, heads, dim = shape
-    return seqlen * heads * dim, heads * dim, dim
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
 
 
 def _ready_executable(kernel_key: selection.KernelKey) -> Executable:

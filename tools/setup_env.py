@@ -92,7 +92,7 @@ def digest(requirement):
     state = hashlib.sha256()
     for path in (ROOT / "pyproject.toml", Path(__file__)):
         state.update(path.read_bytes())
-    facts = [sys.executable, platform.python_version(), str(ROOT), requirement]
+    facts = [sys.prefix, platform.python_version(), str(ROOT), requirement]
     state.update("\n".join(facts).encode())
     return state.hexdigest()
 

@@ -37,34 +37,54 @@ def softmax_step(
               stale maximum cancels in the final division.
     """
     for r in cutlass.range_constexpr(cute.size(row_max)):
-        values = [scores[r, i] for i in range(cute.size(scores, mode=[1]))]
-        block_max = quad_max(reduce_in_chains(values, cute.arch.fmax))
-        old_max = row_max[r]
-        new_max = block_max
-        factor = Float32(1.0)
+        values = row_values(scores, r)
+        new_max = quad_max(reduce_in_chains(values, cute.arch.fmax))
         if const_expr(not is_first):
-            new_max = cute.arch.fmax(old_max, block_max)
-            safe_max = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max)
-            rise = (old_max - safe_max) * scale_log2
-            if const_expr(rescale_threshold > 0):
-                is_stale_enough = rise < -rescale_threshold
-                new_max = cutlass.select_(is_stale_enough, new_max, old_max)
-                factor = cutlass.select_(is_stale_enough, exp2(rise), Float32(1.0))
-            else:
-                factor = exp2(rise)
-        row_max[r] = new_max
-        o_scale[r] = factor
-        # A row without a visible key has maximum -inf; -inf - -inf would be NaN.
-        safe_max = cutlass.select_(new_max == -Float32.inf, Float32(0.0), new_max)
-        shift = -(safe_max * scale_log2)
-        weights = [exp2(cute.math.fma(value, scale_log2, shift)) for value in values]
-        for i in cutlass.range_constexpr(len(weights)):
-            scores[r, i] = weights[i]
-        block_sum = reduce_in_chains(weights, lambda a, b: a + b)
-        if const_expr(is_first):
-            row_sum[r] = block_sum
-        else:
-            row_sum[r] = cute.math.fma(row_sum[r], factor, block_sum)
+            old_max = row_max[r]
+            new_max = cute.arch.fmax(old_max, new_max)
+            rise = (finite_or_zero(new_max) - old_max) * scale_log2
+            # Not `rise > threshold`: a row that has seen no key has old_max -inf, or rise NaN.
+            is_kept = rise <= rescale_threshold
+            new_max = cutlass.select_(is_kept, old_max, new_max)
+        advance_row(scores, r, values, new_max, (row_max, row_sum, o_scale), scale_log2, is_first)
+
+
+@cute.jit
+def advance_row(
+    scores: cute.Tensor,
+    r: cutlass.Constexpr[int],
+    values,
+    new_max: Float32,
+    state,
+    scale_log2: Float32,
+    is_first: cutlass.Constexpr[bool],
+):
+    """Weights of row r against `new_max`, in place of its scores; state follows the new maximum."""
+    row_max, row_sum, o_scale = state
+    safe_max = finite_or_zero(new_max)
+    shift = -(safe_max * scale_log2)
+    weights = [exp2(cute.math.fma(value, scale_log2, shift)) for value in values]
+    for i in cutlass.range_constexpr(len(weights)):
+        scores[r, i] = weights[i]
+    block_sum = reduce_in_chains(weights, lambda a, b: a + b)
+    if const_expr(is_first):
+        row_sum[r] = block_sum
+    else:
+        is_kept = new_max == row_max[r]
+        factor = exp2((row_max[r] - safe_max) * scale_log2)
+        o_scale[r] = cutlass.select_(is_kept, Float32(1.0), factor)
+        row_sum[r] = cute.math.fma(row_sum[r], o_scale[r], block_sum)
+    row_max[r] = new_max
+
+
+def row_values(scores: cute.Tensor, r: int) -> list:
+    """The scores of row r as a list."""
+    return [scores[r, i] for i in range(cute.size(scores, mode=[1]))]
+
+
+def finite_or_zero(row_max: Float32) -> Float32:
+    """Zero for the -inf of a row without a visible key: -inf - -inf would be NaN."""
+    return cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max)
 
 
 @cute.jit
@@ -74,30 +94,56 @@ def speculative_step(
     row_max: cute.Tensor,
     block_sum: cute.Tensor,
     scale_log2: Float32,
-    headroom: cutlass.Constexpr[float],
 ):
-    """Weights of one block against the last known maximum; True if a row of the warp outgrew it.
+    """Weights of one block against the last known maximum, which is not looked for in the block.
 
-    No maximum is taken, which saves one instruction an element and starts the exponentials as soon
-    as the scores arrive. A maximum that is too low is harmless until the weights grow large: it
-    cancels in the final division. When a row's sum passes 2**headroom, or the row has seen no key
-    yet, the caller repeats the block with `softmax_step`, from the scores, which stay intact.
+    That saves an instruction an element and starts the exponentials as soon as the scores arrive.
+    A maximum that is too low is harmless until the weights grow large: it cancels in the final
+    division. `outgrown` says where that has happened, and `catch_up` repeats those rows from the
+    scores, which stay intact.
 
     Shapes: scores, weights: (rows, cols) f32 rmem; row_max, block_sum: (rows,) f32 rmem
     """
-    outgrown = cutlass.Boolean(False)
     for r in cutlass.range_constexpr(cute.size(row_max)):
         shift = -(row_max[r] * scale_log2)
-        values = [
-            exp2(cute.math.fma(scores[r, i], scale_log2, shift))
-            for i in range(cute.size(scores, mode=[1]))
-        ]
+        values = [exp2(cute.math.fma(x, scale_log2, shift)) for x in row_values(scores, r)]
         for i in cutlass.range_constexpr(len(values)):
             weights[r, i] = values[i]
         block_sum[r] = reduce_in_chains(values, lambda a, b: a + b)
-        # A row without a key so far has shift +inf and sum inf or NaN: the comparison fails.
-        outgrown = outgrown | ~(block_sum[r] <= 2.0**headroom)
-    return cute.arch.vote_any_sync(outgrown)
+
+
+@cute.jit
+def any_outgrown(block_sum: cute.Tensor, headroom: cutlass.Constexpr[float]):
+    """Whether any row of the warp has a sum above 2**headroom, inf or NaN (no key seen before)."""
+    is_outgrown = cutlass.Boolean(False)
+    for r in cutlass.range_constexpr(cute.size(block_sum)):
+        is_outgrown = is_outgrown | ~(block_sum[r] <= 2.0**headroom)
+    return cute.arch.vote_any_sync(is_outgrown)
+
+
+@cute.jit
+def catch_up(
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    o_scale: cute.Tensor,
+    block_sum: cute.Tensor,
+    scale_log2: Float32,
+    headroom: cutlass.Constexpr[float],
+):
+    """Repeat a speculative step: rows that outgrew their maximum take the true one.
+
+    The other rows of the warp come out with the same bits as without the repetition, so that a row
+    does not depend on its neighbours.
+    """
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        sum_of_row = quad_sum(block_sum[r])
+        values = row_values(scores, r)
+        true_max = cute.arch.fmax(row_max[r], quad_max(reduce_in_chains(values, cute.arch.fmax)))
+        is_kept = quad_max(block_sum[r]) <= 2.0**headroom
+        is_kept = is_kept & (sum_of_row == sum_of_row)  # the maximum of NaN and x is x
+        new_max = cutlass.select_(is_kept, row_max[r], true_max)
+        advance_row(scores, r, values, new_max, (row_max, row_sum, o_scale), scale_log2, False)
 
 
 @cute.jit

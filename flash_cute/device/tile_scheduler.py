@@ -2,7 +2,8 @@
 
 CTA c starts with tile c; the load warp takes each further tile from a counter in device memory and
 hands it to the consumers through shared memory. The counter returns to zero by itself: of the
-``num_tiles`` fetches that a launch makes, the one that returns the last value resets it.
+``num_tiles`` fetches that a launch makes, the one that returns the last value resets it. A launch
+with a CTA for every tile needs no counter.
 """
 
 from dataclasses import dataclass
@@ -45,8 +46,14 @@ class TileScheduler:
 
     @cute.jit
     def fetch(self, num_ctas: Int32) -> Int32:
-        """Take the next tile; one thread of the CTA calls this once per tile it processed."""
-        taken = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
-        if taken == self.num_tiles - 1:
-            cute.arch.atomic_exch(self.counter, Int32(0), sem="relaxed", scope="gpu")
-        return taken + num_ctas
+        """Take the next tile; one thread of the CTA calls this once per tile it processed.
+
+        Where every CTA has one tile there is nothing to take, and the counter is not touched.
+        """
+        following = self.num_tiles
+        if num_ctas < self.num_tiles:
+            taken = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
+            if taken == self.num_tiles - 1:
+                cute.arch.atomic_exch(self.counter, Int32(0), sem="relaxed", scope="gpu")
+            following = taken + num_ctas
+        return following

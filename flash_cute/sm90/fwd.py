@@ -586,20 +586,15 @@ class FlashAttentionForwardSm90:
         """
         S = as_rows_cols(acc_S)
         weights = self.new_scores(p)
+        headroom = self.config.rescale_threshold
         block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        is_outgrown = softmax.speculative_step(
-            S,
-            as_rows_cols(weights),
-            c.row_max,
-            block_sum,
-            p.scale_log2,
-            self.config.rescale_threshold,
-        )
+        softmax.speculative_step(S, as_rows_cols(weights), c.row_max, block_sum, p.scale_log2)
+        is_outgrown = softmax.any_outgrown(block_sum, headroom)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         self.round_weights(weights, c.rP)
         if is_outgrown:
-            softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, p.scale_log2, 0.0, False)
+            softmax.catch_up(S, c.row_max, c.row_sum, c.o_scale, block_sum, p.scale_log2, headroom)
             self.round_weights(acc_S, c.rP)
             softmax.scale_rows(as_rows_cols(c.acc_O), c.o_scale)
         else:
