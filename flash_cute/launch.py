@@ -7,7 +7,9 @@ the compiled function with flat integers.
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +56,7 @@ empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _em
 
 
 class TileCounters:
-    """Zeroed int32 counters in device memory for the kernels' tile schedulers.
+    """Zeroed int32 counters in the memory of one device, for the kernels' tile schedulers.
 
     A kernel leaves its counter at zero, so launches that follow one another share one; launches
     that may overlap must not. Eager launches have one counter per stream; every captured launch has
@@ -64,30 +66,41 @@ class TileCounters:
     SLOTS = 4096
 
     def __init__(self, device: torch.device) -> None:
-        self._slots = torch.zeros(self.SLOTS, dtype=torch.int32, device=device)
-        # Zero before any stream may read them.
-        torch.cuda.current_stream(device).synchronize()
-        self._base = self._slots.data_ptr()
+        self._device = device
+        self._slots: torch.Tensor | None = None
         self._used = 0
         self._by_stream: dict[int, int] = {}
+        self._zeroed_by_launch: list[torch.Tensor] = []
+        self._lock = threading.Lock()
 
     def of_stream(self, stream: int) -> int:
         """Return the address of the counter of eager launches on a stream."""
         address = self._by_stream.get(stream)
         if address is None:
-            address = self._by_stream.setdefault(stream, self._take())
+            with self._lock:
+                if self._slots is None:
+                    self._slots = torch.zeros(self.SLOTS, dtype=torch.int32, device=self._device)
+                    # Zero before any other stream may read them.
+                    torch.cuda.current_stream(self._device).synchronize()
+                address = self._by_stream.setdefault(stream, self._take())
         return address
 
     def of_capture(self) -> int:
         """Return the address of a counter for one captured launch."""
-        return self._take()
+        with self._lock:
+            return self._take()
 
     def _take(self) -> int:
-        # Past the end, memory that is zeroed on the stream itself: a node more in a graph.
-        if self._used >= self.SLOTS:
-            return torch.zeros(1, dtype=torch.int32, device=self._slots.device).data_ptr()
+        if self._slots is None or self._used == self.SLOTS:
+            # Zeroed on the stream itself, which inside a capture is one more node of the graph.
+            self._zeroed_by_launch.append(torch.zeros(1, dtype=torch.int32, device=self._device))
+            return self._zeroed_by_launch[-1].data_ptr()
         self._used += 1
-        return self._base + 4 * (self._used - 1)
+        return self._slots.data_ptr() + 4 * (self._used - 1)
+
+    def is_clean(self) -> bool:
+        """Whether all shared counters are zero; waits for the device (for tests)."""
+        return self._slots is None or not bool(self._slots.any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +193,9 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
         return _without_keys(problem, inputs)
     with torch.cuda.device(problem.device):
         executable = _ready_executable(kernel_key)
-        counters = _counters(problem.device)
         q, k, v = (t if is_readable(t) else packed_copy(t) for t in (inputs.q, inputs.k, inputs.v))
         out = inputs.out if inputs.out is not None and is_readable(inputs.out) else None
-        plan = make_plan(problem, kernel_key, target, executable, counters, (q, k, v, out))
+        plan = make_plan(problem, kernel_key, target, executable, (q, k, v, out))
         is_as_given = q is inputs.q and k is inputs.k and v is inputs.v
         if key is not None and is_as_given and inputs.out is None:
             if len(_plans) >= MAX_PLANS:
@@ -218,7 +230,6 @@ def make_plan(
     kernel_key: selection.KernelKey,
     target: Target,
     executable: Executable,
-    counters: TileCounters,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> LaunchPlan:
     """Work out the launch arguments of a problem for tensors laid out like these."""
@@ -252,7 +263,7 @@ def make_plan(
         lse_strides=() if lse_shape is None else contiguous_strides(lse_shape),
         dtype=p.dtype,
         device_index=q.get_device(),
-        counters=counters if num_ctas < num_m_blocks * num_pairs else None,
+        counters=tile_counters(q.get_device()) if num_ctas < num_m_blocks * num_pairs else None,
     )
 
 
@@ -298,19 +309,10 @@ def _ready_executable(kernel_key: selection.KernelKey) -> Executable:
     return found
 
 
-_counters_by_device: dict[int, TileCounters] = {}
-
-
-def _counters(device: torch.device) -> TileCounters:
-    counters = _counters_by_device.get(device.index)
-    if counters is None:
-        if is_capturing():
-            raise CaptureError(
-                f"a CUDA graph is being captured and {device} has no workspace yet: call the "
-                "function once, or flash_cute.warmup, before the capture"
-            )
-        counters = _counters_by_device.setdefault(device.index, TileCounters(device))
-    return counters
+@functools.cache
+def tile_counters(device_index: int) -> TileCounters:
+    """Return the counters of a device."""
+    return TileCounters(torch.device("cuda", device_index))
 
 
 def _without_keys(problem: AttentionProblem, inputs: AttentionInputs) -> Result:

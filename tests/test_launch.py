@@ -1,0 +1,187 @@
+"""Launching: plans, streams, CUDA graphs, and what must not recompile, with a GPU."""
+
+import concurrent.futures
+
+import checks
+import pytest
+import torch
+
+from flash_cute import AttentionProblem, CaptureError, cache_info, flash_attn_func, launch, warmup
+from flash_cute.launch import TileCounters, contiguous_strides, is_readable, launch_strides
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+
+
+def operands(batch=2, seqlen=700, heads=4, dim=128, dtype=torch.bfloat16, seed=0):
+    case = checks.Case(
+        batch=batch,
+        num_heads_q=heads,
+        num_heads_kv=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=dim,
+        dtype=dtype,
+    )
+    return checks.gaussian(case, "cuda", seed)
+
+
+def test_lengths_scale_and_strides_never_recompile():
+    q, k, v = operands()
+    flash_attn_func(q, k, v, causal=True)
+    before = cache_info().compiles
+    for batch, seqlen, heads in ((1, 1, 1), (3, 129, 2), (2, 2000, 4)):
+        flash_attn_func(*operands(batch, seqlen, heads), causal=True, softmax_scale=0.3)
+    flash_attn_func(
+        *(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)), causal=True
+    )
+    assert cache_info().compiles == before
+
+
+def test_new_values_reach_a_repeated_call():
+    q, k, v = operands()
+    first = flash_attn_func(q, k, v)
+    assert torch.equal(flash_attn_func(q, k, v), first)
+    v2 = torch.randn_like(v)
+    assert not torch.equal(flash_attn_func(q, k, v2), first)
+    k.copy_(torch.randn_like(k))
+    assert not torch.equal(flash_attn_func(q, k, v), first)
+    assert torch.equal(first, first)
+
+
+def test_a_misaligned_view_follows_an_aligned_call():
+    q, k, v = operands(seqlen=200)
+    expected = flash_attn_func(q, k, v)
+    moved = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")[1:].view_as(k).copy_(k)
+    assert not is_readable(moved)
+    assert torch.equal(flash_attn_func(q, moved, v), expected)
+    assert torch.equal(flash_attn_func(q, k, v), expected)
+
+
+@pytest.mark.parametrize("seqlen", [64, 3000], ids=["one wave", "many tiles"])
+def test_graph_replays_follow_their_inputs(seqlen):
+    q, k, v = operands(batch=4, seqlen=seqlen)
+    flash_attn_func(q, k, v, causal=True, return_lse=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    for seed in (1, 2):
+        for tensor, fresh in zip((q, k, v), operands(4, seqlen, seed=seed), strict=True):
+            tensor.copy_(fresh)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected, expected_lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+        checks.assert_same_bits("out", out, expected)
+        checks.assert_same_bits("lse", lse, expected_lse)
+
+
+def test_a_graph_runs_beside_eager_launches():
+    q, k, v = operands(batch=4, seqlen=3000)
+    expected = flash_attn_func(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [flash_attn_func(q, k, v) for _ in range(3)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            graph.replay()
+        eager = [flash_attn_func(q, k, v) for _ in range(3)]
+        torch.cuda.synchronize()
+        for out in captured + eager:
+            checks.assert_same_bits("out", out, expected)
+
+
+def test_a_cold_kernel_inside_a_capture_is_refused_before_anything_is_enqueued():
+    q, k, v = operands(dim=200, dtype=torch.float16)
+    from flash_cute import cache
+
+    cache.clear_cache(disk=False)
+    launch._plans.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(CaptureError, match="call it once, or flash_cute.warmup"):
+            flash_attn_func(q, k, v)
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def test_after_warmup_the_first_call_may_be_captured():
+    q, k, v = operands(dim=96, dtype=torch.float16)
+    batch, seqlen, heads, dim = q.shape
+    sizes = dict(batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads)
+    problem = AttentionProblem(
+        dtype=q.dtype, device=q.device, num_heads_kv=heads, head_dim=dim, head_dim_v=dim, **sizes
+    )
+    warmup([problem], progress=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_func(q, k, v)
+    graph.replay()
+    torch.cuda.synchronize()
+    checks.assert_same_bits("out", out, flash_attn_func(q, k, v))
+
+
+def test_side_streams_are_ordered_and_independent():
+    expected, inputs = [], []
+    for seed in range(4):
+        inputs.append(operands(batch=3, seqlen=2500, seed=seed))
+        expected.append(flash_attn_func(*inputs[-1]))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(3):
+        results = []
+        for stream, (q, k, v) in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(200_000)
+                late = q.clone()  # wrong if the kernel does not wait for this stream
+                results.append(flash_attn_func(late, k, v))
+        torch.cuda.synchronize()
+        for got, wanted in zip(results, expected, strict=True):
+            checks.assert_same_bits("out", got, wanted)
+
+
+def test_threads_share_kernels_and_agree():
+    inputs = [operands(batch=1, seqlen=500 + 100 * i, seed=i) for i in range(8)]
+    expected = [flash_attn_func(*one, causal=True) for one in inputs]
+    torch.cuda.synchronize()
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            out = flash_attn_func(*inputs[i % 8], causal=True)
+            torch.cuda.current_stream().synchronize()
+        return i % 8, out
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for i, out in pool.map(work, range(64)):
+            checks.assert_same_bits("out", out, expected[i])
+
+
+def test_counters_are_zero_again_and_never_shared_by_captures():
+    counters = TileCounters(torch.device("cuda", torch.cuda.current_device()))
+    stream = torch.cuda.current_stream().cuda_stream
+    assert counters.of_stream(stream) == counters.of_stream(stream)
+    taken = [counters.of_capture() for _ in range(100)]
+    assert len({*taken, counters.of_stream(stream)}) == 101
+    q, k, v = operands(batch=4, seqlen=3000)
+    flash_attn_func(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    assert launch.tile_counters(q.get_device()).is_clean()
+
+
+def test_contiguous_strides():
+    for shape in ((2, 3, 4, 5), (7,), (1, 1, 3)):
+        assert contiguous_strides(shape) == torch.empty(shape).stride()
+
+
+def test_strides_of_single_extents_are_replaced():
+    odd = torch.empty(1000, dtype=torch.bfloat16, device="cuda").as_strided(
+        (1, 3, 1, 64), (7, 64, 13, 1)
+    )
+    assert is_readable(odd)
+    assert launch_strides(odd) == (8, 64, 8)
