@@ -14,7 +14,8 @@ KERNEL_MAJORS = (9,)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gpu_report.register(config)
+    if torch.cuda.is_available():
+        gpu_report.register(config)
 
 
 @pytest.fixture(params=[CPU, CUDA])

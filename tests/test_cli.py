@@ -7,14 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import flash_cute
 from flash_cute import __main__ as command_line
-from flash_cute import cache, compile, env
+from flash_cute import cache, compile, env, selection
 from flash_cute.errors import DependencyError, UnsupportedProblem
 from tests import toy_kernel
 
@@ -48,9 +46,8 @@ def toy_selection(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             raise UnsupportedProblem(f"head_dim is {problem.head_dim}, expected at most 256")
         return toy_kernel.ToyKey(problem.head_dim, target.arch)
 
-    selection = SimpleNamespace(key_for=key_for, kernel_for=toy_kernel.kernel_for)
-    monkeypatch.setitem(sys.modules, "flash_cute.selection", selection)
-    monkeypatch.setattr(flash_cute, "selection", selection, raising=False)
+    monkeypatch.setattr(selection, "key_for", key_for)
+    monkeypatch.setattr(selection, "kernel_for", toy_kernel.kernel_for)
     monkeypatch.setattr(compile, "kernel_for", toy_kernel.kernel_for)
     return asked
 

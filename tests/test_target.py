@@ -38,7 +38,7 @@ def test_target_of_hopper_is_the_one_of_an_h200():
     assert Target.from_arch("sm_90a") == Target("sm_90a", 132, 232448)
 
 
-@pytest.mark.parametrize("name", ["sm_90a", "sm_90", "SM_90A", "sm90", "90", " 90a "])
+@pytest.mark.parametrize("name", ["sm_90a", "sm_90", "SM_90A", "sm90", "90", " 90a "], ids=repr)
 def test_target_understands_the_usual_spellings(name: str):
     assert Target.from_arch(name).arch == "sm_90a"
 
