@@ -24,15 +24,39 @@ class ForwardSpecialization:
     is_causal: bool
     has_lse: bool
     negate_scores: bool = False  # softmax_scale < 0: the kernel sees -scale and flips q·k
+    has_window_left: bool = False
+    has_window_right: bool = False  # a right bound other than the causal one
+    has_chunk: bool = False
+    has_softcap: bool = False
+    sink_dtype: str | None = None
+    is_packed_q: bool = False
+    is_packed_k: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+
+    @property
+    def is_ragged_k(self) -> bool:
+        """Whether keys end inside a tensor, with foreign rows behind them."""
+        return self.is_packed_k or self.has_seqused_k
 
     @property
     def label(self) -> str:
         """Readable part of the kernel's name, e.g. ``bf16_d192_v128_causal_lse``."""
-        head_dim = (
-            f"d{self.tile_d}" if self.tile_d == self.tile_dv else f"d{self.tile_d}v{self.tile_dv}"
-        )
-        parts = [self.dtype, head_dim]
-        parts += ["causal"] if self.is_causal else []
-        parts += ["lse"] if self.has_lse else []
-        parts += ["negated"] if self.negate_scores else []
-        return "_".join(parts)
+        parts = {
+            self.dtype: True,
+            f"d{self.tile_d}": True,
+            f"v{self.tile_dv}": self.tile_dv != self.tile_d,
+            "causal": self.is_causal,
+            "left": self.has_window_left,
+            "right": self.has_window_right,
+            "chunk": self.has_chunk,
+            "softcap": self.has_softcap,
+            f"sink{self.sink_dtype}": self.sink_dtype is not None,
+            "packedq": self.is_packed_q,
+            "packedk": self.is_packed_k,
+            "usedq": self.has_seqused_q,
+            "usedk": self.has_seqused_k,
+            "lse": self.has_lse,
+            "negated": self.negate_scores,
+        }
+        return "_".join(part for part, is_present in parts.items() if is_present)

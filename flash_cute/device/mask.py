@@ -1,6 +1,9 @@
 """Which keys a query sees: block ranges for the loops, and the mask inside an edge block.
 
-Bottom-right aligned: with offset = seqlen_k - seqlen_q, causal lets row i see keys 0 .. i + offset.
+Bottom-right aligned. With the diagonal of row i at d = i + seqlen_k - seqlen_q, its visible keys are
+begin(i) <= j < end(i), both nondecreasing in i:
+    end    = min(seqlen_k, d + 1 if causal, d + right + 1 if windowed, the end of d's chunk)
+    begin  = max(0, d - left if windowed, the begin of d's chunk)
 """
 
 from dataclasses import dataclass
@@ -10,37 +13,95 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from flash_cute.device.primitives import column_offset
+from flash_cute.device.seqlen import SeqlenInfo
+
+
+@dataclass(frozen=True)
+class MaskBounds:
+    """Run-time numbers of a mask; those whose kind is absent are never read."""
+
+    window_left: Int32
+    window_right: Int32
+    chunk: Int32
+
+
+@dataclass(frozen=True)
+class BlockRange:
+    """Key blocks of a query tile, visited downwards from `end` - 1 to `begin`.
+
+    Blocks [full_begin, full_end) hide nothing; those above and below are edges. There is always a
+    block to visit, so that a tile without visible keys still writes its zeros.
+    """
+
+    begin: Int32
+    full_begin: Int32
+    full_end: Int32
+    end: Int32
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of one problem; the methods take the tile they speak of."""
+    """The kind of mask a kernel is compiled for; the methods take numbers and a tile."""
 
-    is_causal: cutlass.Constexpr[bool]
-    tile_m: cutlass.Constexpr[int]
-    tile_n: cutlass.Constexpr[int]
+    is_causal: bool
+    has_window_left: bool
+    has_window_right: bool
+    has_chunk: bool
+    tile_m: int
+    tile_n: int
 
     @property
-    def has_long_edge(self) -> bool:
-        """Whether blocks after a tile's first may be masked; else only the end of the keys is."""
-        return self.is_causal
+    def has_end(self) -> bool:
+        """Whether a row's last visible key depends on the row."""
+        return self.is_causal or self.has_window_right or self.has_chunk
+
+    @property
+    def has_begin(self) -> bool:
+        """Whether a row's first visible key depends on the row."""
+        return self.has_window_left or self.has_chunk
 
     @cute.jit
-    def block_range(self, m_block: Int32, seqlen_q: Int32, seqlen_k: Int32):
-        """Key blocks of a query tile: ``(num_blocks, num_full)``, visited from the last to 0.
-
-        Blocks [num_full, num_blocks) hold a masked pair, blocks [0, num_full) hold none. There is
-        always one block to visit, so that a tile without visible keys still writes zeros.
-        """
-        end = seqlen_k
-        full_end = seqlen_k
+    def end_of(self, row: Int32, seqlen: SeqlenInfo, bounds: MaskBounds) -> Int32:
+        """One past the last key that `row` sees; may be below 0."""
+        end = seqlen.seqlen_k
+        diagonal = row + seqlen.seqlen_k - seqlen.seqlen_q
         if const_expr(self.is_causal):
-            offset = seqlen_k - seqlen_q
-            end = cutlass.min(end, (m_block + 1) * self.tile_m + offset)
-            full_end = cutlass.min(full_end, m_block * self.tile_m + offset + 1)
-        num_blocks = cutlass.max((end + self.tile_n - 1) // self.tile_n, 1)
-        num_full = cutlass.max(full_end, 0) // self.tile_n
-        return num_blocks, num_full
+            end = cutlass.min(end, diagonal + 1)
+        if const_expr(self.has_window_right):
+            end = cutlass.min(end, diagonal + bounds.window_right + 1)
+        if const_expr(self.has_chunk):
+            end = cutlass.min(end, floor_to(diagonal, bounds.chunk) + bounds.chunk)
+        return end
+
+    @cute.jit
+    def begin_of(self, row: Int32, seqlen: SeqlenInfo, bounds: MaskBounds) -> Int32:
+        """The first key that `row` sees, at least 0; may be past the end."""
+        begin = Int32(0)
+        diagonal = row + seqlen.seqlen_k - seqlen.seqlen_q
+        if const_expr(self.has_window_left):
+            begin = cutlass.max(begin, diagonal - bounds.window_left)
+        if const_expr(self.has_chunk):
+            begin = cutlass.max(begin, floor_to(diagonal, bounds.chunk))
+        return begin
+
+    @cute.jit
+    def block_range(self, m_block: Int32, seqlen: SeqlenInfo, bounds: MaskBounds) -> BlockRange:
+        """The blocks of query tile `m_block`."""
+        first_row = m_block * self.tile_m
+        last_row = cutlass.min(first_row + self.tile_m, seqlen.seqlen_q) - 1
+        begin = self.begin_of(first_row, seqlen, bounds) // self.tile_n
+        end_key = cutlass.max(self.end_of(last_row, seqlen, bounds), 0)
+        end = cutlass.max((end_key + self.tile_n - 1) // self.tile_n, begin + 1)
+        full_end_key = cutlass.max(self.end_of(first_row, seqlen, bounds), 0)
+        full_end = cutlass.max(full_end_key // self.tile_n, begin)
+        full_begin = begin
+        if const_expr(self.has_begin):
+            full_begin_key = self.begin_of(last_row, seqlen, bounds)
+            full_begin = (full_begin_key + self.tile_n - 1) // self.tile_n
+            is_any_full = full_begin < full_end
+            full_begin = cutlass.select_(is_any_full, full_begin, begin)
+            full_end = cutlass.select_(is_any_full, full_end, begin)
+        return BlockRange(begin, full_begin, full_end, end)
 
     @cute.jit
     def apply(
@@ -48,20 +109,29 @@ class AttentionMask:
         scores: cute.Tensor,
         first_row: Int32,
         first_col: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
+        seqlen: SeqlenInfo,
+        bounds: MaskBounds,
     ):
         """Set the scores of invisible keys to -inf.
 
         Shapes: scores: (rows, cols) of this thread, as ``as_rows_cols``; its first element is
-                score (first_row, first_col) of the problem, rows are 8 apart
+                score (first_row, first_col) of the sequence, rows are 8 apart
         """
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            end = seqlen_k
-            if const_expr(self.is_causal):
-                row = first_row + 8 * r
-                end = cutlass.min(end, row + 1 + seqlen_k - seqlen_q)
-            num_visible = end - first_col
+            num_visible = self.end_of(first_row + 8 * r, seqlen, bounds) - first_col
+            num_hidden = Int32(0)
+            if const_expr(self.has_begin):
+                num_hidden = self.begin_of(first_row + 8 * r, seqlen, bounds) - first_col
             for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 is_visible = num_visible > column_offset(i)
+                if const_expr(self.has_begin):
+                    is_visible = is_visible & (num_hidden <= column_offset(i))
                 scores[r, i] = cutlass.select_(is_visible, scores[r, i], -Float32.inf)
+
+
+@cute.jit
+def floor_to(x: Int32, multiple: Int32) -> Int32:
+    """The largest multiple of `multiple` that is at most x, also for negative x."""
+    remainder = x % multiple
+    remainder = cutlass.select_(remainder < 0, remainder + multiple, remainder)
+    return x - remainder

@@ -5,6 +5,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 
+def fresh_thread_idx() -> Int32:
+    """The thread's index in the CTA, read anew: what is derived from it is not kept in registers.
+
+    Values that a loop needs only at its ends are otherwise computed before it and, where registers
+    are short, spilled.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread]
+    )
+
+
 def exp2(x: Float32) -> Float32:
     """2**x by the exponential unit (ex2.approx.ftz): relative error 2**-22, exp2(-inf) = 0."""
     return cute.math.exp2(x, fastmath=True)

@@ -7,6 +7,7 @@ from cutlass import Float32, const_expr
 from flash_cute.device.primitives import exp2, quad_max, quad_sum, reduce_in_chains
 
 LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
 
 
 @cute.jit
@@ -66,7 +67,7 @@ def advance_row(
     weights = [exp2(cute.math.fma(value, scale_log2, shift)) for value in values]
     for i in cutlass.range_constexpr(len(weights)):
         scores[r, i] = weights[i]
-    block_sum = reduce_in_chains(weights, lambda a, b: a + b)
+    block_sum = reduce_in_chains(weights, lambda a, b: a + b, num_chains=2)
     if const_expr(is_first):
         row_sum[r] = block_sum
     else:
@@ -109,7 +110,8 @@ def speculative_step(
         values = [exp2(cute.math.fma(x, scale_log2, shift)) for x in row_values(scores, r)]
         for i in cutlass.range_constexpr(len(values)):
             weights[r, i] = values[i]
-        block_sum[r] = reduce_in_chains(values, lambda a, b: a + b)
+        # Two chains: the exponentials set the pace, and registers are short here.
+        block_sum[r] = reduce_in_chains(values, lambda a, b: a + b, num_chains=2)
 
 
 @cute.jit
@@ -171,17 +173,38 @@ def finalize(
     factor: cute.Tensor,
     lse: cute.Tensor,
     scale_log2: Float32,
+    sink_log2: Float32 | None,
 ):
     """Close the running softmax: what the output must be multiplied by, and the log-sum-exp.
 
-    Units:    lse in natural log of the scaled scores
+    Units:    sink_log2: one more logit of the row, times log2(e), or None; lse in natural log of
+              the scaled scores
     Contract: call once per tile, after the last step; a row without a visible key gets factor 0
-              and lse -inf. The maximum is scaled exactly as in `softmax_step`, so its rounding
-              cancels.
+              and lse -inf (the sink, where there is one). The maximum is scaled exactly as in
+              `softmax_step`, so its rounding cancels.
     """
     for r in cutlass.range_constexpr(cute.size(row_max)):
         total = quad_sum(row_sum[r])
+        top = row_max[r] * scale_log2
+        weight = Float32(1.0)
+        if const_expr(sink_log2 is not None):
+            top_of_keys = top
+            top = cute.arch.fmax(top_of_keys, sink_log2)
+            weight = exp2(top_of_keys - finite_or_zero(top))
+            total = cute.math.fma(total, weight, exp2(sink_log2 - finite_or_zero(top)))
         is_empty = total == 0.0
-        factor[r] = cutlass.select_(is_empty, Float32(0.0), cute.arch.rcp_approx(total))
-        log2_sum = row_max[r] * scale_log2 + cute.math.log2(total, fastmath=True)
-        lse[r] = cutlass.select_(is_empty, -Float32.inf, log2_sum * LN2)
+        factor[r] = cutlass.select_(is_empty, Float32(0.0), weight * cute.arch.rcp_approx(total))
+        lse[r] = (top + cute.math.log2(total, fastmath=True)) * LN2
+        lse[r] = cutlass.select_(is_empty, -Float32.inf, lse[r])
+
+
+def softcap(scores: cute.Tensor, scale_over_cap: Float32, cap: Float32):
+    """Replace each raw score s by cap * tanh(s * scale_over_cap).
+
+    tanh(x) = 1 - 2 / (exp(2 x) + 1): its absolute error of 1e-7 is what counts here, and the
+    hardware's own tanh has 5e-4.
+    """
+    twice = scale_over_cap * (2.0 * LOG2_E)
+    for i in range(cute.size(scores)):
+        inverse = cute.arch.rcp_approx(exp2(scores[i] * twice) + 1.0)
+        scores[i] = cute.math.fma(inverse, -2.0 * cap, cap)

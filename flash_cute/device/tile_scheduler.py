@@ -1,8 +1,8 @@
 """Persistent tile scheduling: longest tile first, heads grouped so that their K and V stay in L2.
 
-CTA c starts with tile c; the load warp takes each further tile from a counter in device memory and
-hands it to the consumers through shared memory. The counter returns to zero by itself: of the
-``num_tiles`` fetches that a launch makes, the one that returns the last value resets it. A launch
+CTA c starts with tile c; its load warp takes each further tile from a counter in device memory and
+tells the consumers through shared memory. The counter returns to zero by itself: of the fetches
+that a launch makes, one for each tile, the one that returns the last value resets it. A launch
 with a CTA for every tile needs no counter.
 """
 
@@ -10,50 +10,146 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
+
+from flash_cute.device.seqlen import SequenceTable
+
+LANES = 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One unit of work: tile_m queries of one head of one sequence. m_block -1: no work is left."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a load warp has walked through packed sequences: tiles before sequence `batch`."""
+
+    batch: Int32
+    tiles_before: Int32
 
 
 @dataclass(frozen=True)
 class TileScheduler:
     """Maps a linear tile index to (m_block, head, batch).
 
-    Tiles run section by section; a section is `section` consecutive (batch, head) pairs, inside it
-    the last query block (the longest under a causal mask) of every head comes first.
+    Padded queries: tiles run section by section; a section is `section` consecutive (batch, head)
+    pairs, inside it the last query block (the longest under a causal mask) of every head comes
+    first. Packed queries: sequence by sequence, inside it as in a section; the load warp finds the
+    sequence by a scan over the lengths, so that no length has to be known at launch.
     """
 
-    num_m_blocks: Int32
+    num_m_blocks: Int32  # of a padded sequence
     num_heads: Int32
-    num_pairs: Int32  # batch * num_heads
     section: Int32
+    num_ctas: Int32
     counter: cute.Pointer
-
-    @property
-    def num_tiles(self):
-        return self.num_m_blocks * self.num_pairs
+    sequences: SequenceTable
+    tile_m: cutlass.Constexpr[int]
+    is_packed: cutlass.Constexpr[bool]
 
     @cute.jit
-    def coordinates(self, tile: Int32):
-        """(m_block, head, batch) of a valid tile."""
+    def locate(self, tile_idx: Int32, cursor: Cursor):
+        """The tile of a linear index, and the cursor to start the next search from."""
+        if const_expr(self.is_packed):
+            tile, cursor = self.locate_packed(tile_idx, cursor)
+        else:
+            tile = self.locate_padded(tile_idx)
+        return tile, cursor
+
+    @cute.jit
+    def locate_padded(self, tile_idx: Int32) -> Tile:
+        """Arithmetic alone: every sequence has num_m_blocks blocks."""
+        num_pairs = self.sequences.batch * self.num_heads
         section_tiles = self.section * self.num_m_blocks
-        section_idx = tile // section_tiles
+        section_idx = tile_idx // section_tiles
         first_pair = section_idx * self.section
-        heads_here = cutlass.min(self.section, self.num_pairs - first_pair)
-        within = tile - section_idx * section_tiles
+        heads_here = cutlass.min(self.section, num_pairs - first_pair)
+        within = tile_idx - section_idx * section_tiles
         m_reversed = within // heads_here
         pair = first_pair + within - m_reversed * heads_here
         batch = pair // self.num_heads
-        return self.num_m_blocks - 1 - m_reversed, pair - batch * self.num_heads, batch
+        is_valid = tile_idx < self.num_m_blocks * num_pairs
+        m_block = cutlass.select_(is_valid, self.num_m_blocks - 1 - m_reversed, Int32(-1))
+        return Tile(m_block, pair - batch * self.num_heads, batch)
 
     @cute.jit
-    def fetch(self, num_ctas: Int32) -> Int32:
-        """Take the next tile; one thread of the CTA calls this once per tile it processed.
+    def locate_packed(self, tile_idx: Int32, cursor: Cursor):
+        """Warp-wide scan: each lane takes one sequence, 32 at a time, from the cursor on."""
+        lane = cute.arch.lane_idx()
+        first, before = cursor.batch, cursor.tiles_before
+        inclusive = self.tiles_up_to(first, lane)
+        here = cute.arch.shuffle_sync(inclusive, LANES - 1)
+        while first < self.sequences.batch and tile_idx >= before + here:
+            first += LANES
+            before += here
+            inclusive = self.tiles_up_to(first, lane)
+            here = cute.arch.shuffle_sync(inclusive, LANES - 1)
+        is_past = cute.arch.vote_ballot_sync(tile_idx >= before + inclusive)
+        index = cute.arch.popc(is_past)  # lanes whose sequences end before the tile
+        batch = first + index
+        preceding = cute.arch.shuffle_sync(inclusive, cutlass.max(index - 1, 0))
+        preceding = cutlass.select_(index == 0, Int32(0), preceding)
+        within = tile_idx - before - preceding
+        num_m_blocks = self.m_blocks_of(batch)
+        m_reversed = within // self.num_heads
+        is_valid = index < LANES and batch < self.sequences.batch
+        m_block = cutlass.select_(is_valid, num_m_blocks - 1 - m_reversed, Int32(-1))
+        tile = Tile(m_block, within - m_reversed * self.num_heads, batch)
+        return tile, Cursor(first, before)
 
-        Where every CTA has one tile there is nothing to take, and the counter is not touched.
-        """
-        following = self.num_tiles
-        if num_ctas < self.num_tiles:
-            taken = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
-            if taken == self.num_tiles - 1:
-                cute.arch.atomic_exch(self.counter, Int32(0), sem="relaxed", scope="gpu")
-            following = taken + num_ctas
+    @cute.jit
+    def tiles_up_to(self, first: Int32, lane: Int32) -> Int32:
+        """Tiles of the sequences from `first` to `first` + lane."""
+        total = self.m_blocks_of(first + lane) * self.num_heads
+        for step in (1, 2, 4, 8, 16):
+            other = cute.arch.shuffle_sync_up(total, step)
+            total = cutlass.select_(lane >= step, total + other, total)
+        return total
+
+    @cute.jit
+    def m_blocks_of(self, batch: Int32) -> Int32:
+        """Query blocks of a sequence; 0 past the last one."""
+        return (self.sequences.length_q(batch) + self.tile_m - 1) // self.tile_m
+
+    @cute.jit
+    def fetch(self) -> Int32:
+        """Take the index of the next tile; one thread of the CTA calls this once for every tile."""
+        following = Int32(0)
+        if const_expr(self.is_packed):
+            following = self.take()
+        else:
+            num_tiles = self.num_m_blocks * self.sequences.batch * self.num_heads
+            following = num_tiles
+            if self.num_ctas < num_tiles:
+                following = self.take()
+                self.reset_after(following, num_tiles)
         return following
+
+    @cute.jit
+    def take(self) -> Int32:
+        """Advance the counter."""
+        taken = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
+        return taken + self.num_ctas
+
+    @cute.jit
+    def reset_after(self, taken: Int32, num_tiles: Int32):
+        """Put the counter back to zero if `taken` was the last fetch of the launch."""
+        if taken - self.num_ctas == num_tiles - 1:
+            cute.arch.atomic_exch(self.counter, Int32(0), sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def close(self, tile_idx: Int32, cursor: Cursor):
+        """End of a load warp's work: the search for `tile_idx` has found the end of all tiles.
+
+        With packed queries only now is the number of tiles known, and whether this CTA's last fetch
+        was the launch's.
+        """
+        if const_expr(self.is_packed):
+            if cute.arch.lane_idx() == 0 and tile_idx >= self.num_ctas:
+                self.reset_after(tile_idx, cursor.tiles_before)

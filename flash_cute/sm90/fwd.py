@@ -36,34 +36,42 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from flash_cute.device import epilogue, softmax
-from flash_cute.device.mask import AttentionMask
-from flash_cute.device.primitives import as_rows_cols, pack_halves
-from flash_cute.device.tile_scheduler import TileScheduler
+from flash_cute.device.mask import AttentionMask, BlockRange, MaskBounds
+from flash_cute.device.primitives import as_rows_cols, fresh_thread_idx, pack_halves
+from flash_cute.device.seqlen import SeqlenInfo, SequenceTable
+from flash_cute.device.tile_scheduler import Cursor, Tile, TileScheduler
 from flash_cute.errors import InvalidProblem
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.specialization import ForwardSpecialization
 
 WARPS_PER_WARPGROUP = 4
 ROWS_PER_WARP = 16
+ELEMENTS_PER_RUN = 8  # 16 bytes of shared memory
 ROWS_PER_THREAD = 2  # of a 64-row wgmma accumulator
 TILE_STAGES = 2
+TILE_FIELDS = 8  # 32-bit words of a tile announcement, of which 7 are used
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+SINK_DTYPES = {**DTYPES, "fp32": Float32}
 
 
 class Barrier(enum.IntEnum):
     """Named barriers; 0 is the CTA's own."""
 
     TURN = 1  # + consumer warpgroup: its turn at the tensor cores
+    CLEARED = 4  # + consumer warpgroup: its threads have cleared the tail of V
 
 
 class ForwardArgs(NamedTuple):
     """Launch arguments, in order: the one list that compile, launch and kernel share.
 
-    Shapes: q, k, v, out: device addresses of (batch, seqlen, heads, dim), last stride 1, addresses
-            and the other strides multiples of 16 bytes; lse: (batch, num_heads_q, seqlen_q) f32
-            or null; tile_counter: one int32, zero between launches
-    Units:  strides in elements; scale_log2 = |softmax_scale| * log2(e)
+    Shapes: q, k, v, out: device addresses of (batch, seqlen, heads, dim), packed (total, heads,
+            dim), last stride 1, addresses and the other strides multiples of 16 bytes; rows_q,
+            rows_k: seqlen or total. lse: (batch, num_heads_q, seqlen_q), packed (num_heads_q,
+            total_q), f32, or null. tile_counter: one int32, zero between launches, or null.
+            cu_seqlens, seqused, sink: null where the specialization has none
+    Units:  strides in elements; scale_log2 = |softmax_scale| * log2(e), with a softcap its own
+            signed softmax_scale / softcap; window bounds and chunk in keys
     """
 
     q: cute.Pointer
@@ -72,9 +80,14 @@ class ForwardArgs(NamedTuple):
     out: cute.Pointer
     lse: cute.Pointer
     tile_counter: cute.Pointer
+    cu_seqlens_q: cute.Pointer
+    cu_seqlens_k: cute.Pointer
+    seqused_q: cute.Pointer
+    seqused_k: cute.Pointer
+    sink: cute.Pointer
     batch: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
+    rows_q: Int32
+    rows_k: Int32
     num_heads_q: Int32
     num_heads_kv: Int32
     head_dim: Int32
@@ -92,6 +105,10 @@ class ForwardArgs(NamedTuple):
     out_stride_seqlen: Int64
     out_stride_head: Int64
     scale_log2: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    chunk: Int32
     section: Int32
     num_ctas: Int32
     stream: cuda.CUstream
@@ -108,22 +125,23 @@ class TmaOperand:
 
 @dataclass(frozen=True)
 class ForwardParams:
-    """What the kernel gets: operands, outputs, scheduler, lengths."""
+    """What the kernel gets: operands, outputs, lengths, tiles, numbers."""
 
     q: TmaOperand
     k: TmaOperand
     v: TmaOperand
-    mO: cute.Tensor  # (seqlen_q, head_dim_v, num_heads_q, batch)
-    mLSE: cute.Tensor  # (seqlen_q, num_heads_q, batch)
+    mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
+    mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
+    mSink: cute.Tensor | None  # (num_heads_q,)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     scheduler: TileScheduler
-    num_ctas: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
+    sequences: SequenceTable
+    bounds: MaskBounds
     head_dim_v: Int32
     group: Int32
     scale_log2: Float32
+    softcap: Float32
 
 
 class Pipes(NamedTuple):
@@ -136,21 +154,21 @@ class Pipes(NamedTuple):
 
 
 class SharedTensors(NamedTuple):
-    """Shared memory: (tile, dim, stage) rings, and the mailbox of the tile pipeline."""
+    """Shared memory: (tile, dim, stage) rings, and the ring of tile announcements."""
 
     sQ: cute.Tensor
     sK: cute.Tensor
     sV: cute.Tensor
-    next_tile: cute.Tensor  # (2,) int32
+    tiles: cute.Tensor  # (TILE_FIELDS, TILE_STAGES) int32
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One unit of work: tile_m queries of one head of one sequence."""
+class Work:
+    """A tile with its sequence and its blocks of keys."""
 
-    m_block: Int32
-    head: Int32
-    batch: Int32
+    tile: Tile
+    seqlen: SeqlenInfo
+    blocks: BlockRange
 
 
 @dataclass(frozen=True)
@@ -158,12 +176,10 @@ class Consumer:
     """What a consumer thread holds across tiles: its place, operand descriptors and registers."""
 
     warpgroup: Int32
-    lane: Int32
-    row: Int32  # first row of the thread within the query tile; its rows are 8 apart
-    col: Int32  # first column within a key block
     tSrQ: cute.Tensor
     tSrK: cute.Tensor
     tOrV: cute.Tensor
+    sV: cute.Tensor
     acc_O: cute.Tensor
     rP: cute.Tensor
     row_max: cute.Tensor  # (rows,) f32, as row_sum and o_scale
@@ -181,7 +197,14 @@ class FlashAttentionForwardSm90:
         self.dtype = DTYPES[spec.dtype]
         self.name = f"flash_fwd_sm90_{spec.label}_m{config.tile_m}n{config.tile_n}"
         self.smem_bytes = config.smem_bytes(spec)
-        self.mask = AttentionMask(spec.is_causal, config.tile_m, config.tile_n)
+        self.mask = AttentionMask(
+            is_causal=spec.is_causal,
+            has_window_left=spec.has_window_left,
+            has_window_right=spec.has_window_right,
+            has_chunk=spec.has_chunk,
+            tile_m=config.tile_m,
+            tile_n=config.tile_n,
+        )
 
     # ---------------------------------------------------------------- host
 
@@ -193,9 +216,12 @@ class FlashAttentionForwardSm90:
             Float32: Float32(1.0),
             cuda.CUstream: cute.runtime.make_fake_stream(),
         }
-        pointers = {"lse": cutlass.Float32, "tile_counter": Int32}
+        data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
+        data |= {name: self.dtype for name in ("q", "k", "v", "out")}
         return tuple(
-            cute.runtime.nullptr(pointers.get(name, self.dtype), cute.AddressSpace.gmem, 16)
+            cute.runtime.nullptr(
+                data.get(name, Int32), cute.AddressSpace.gmem, data.get(name, Int32).width // 8
+            )
             if kind is cute.Pointer
             else stand_in[kind]
             for name, kind in ForwardArgs.__annotations__.items()
@@ -218,51 +244,73 @@ class FlashAttentionForwardSm90:
         """Describe the operands, products and tiles of this launch."""
         spec, config = self.spec, self.config
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
-        mQ = self.view(args, "q", args.seqlen_q, args.num_heads_q, args.head_dim)
-        mK = self.view(args, "k", args.seqlen_k, args.num_heads_kv, args.head_dim)
-        mV = self.view(args, "v", args.seqlen_k, args.num_heads_kv, args.head_dim_v)
-        mO = self.view(args, "out", args.seqlen_q, args.num_heads_q, args.head_dim_v)
-        lse_rows = Int64(args.seqlen_q)
+        mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
+        mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
+        mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
+        lse_rows = Int64(args.rows_q)
         mLSE = cute.make_tensor(
             args.lse,
             cute.make_layout(
-                (args.seqlen_q, args.num_heads_q, args.batch),
+                (args.rows_q, args.num_heads_q, args.batch),
                 stride=(1, lse_rows, lse_rows * args.num_heads_q),
             ),
         )
-        num_m_blocks = (args.seqlen_q + tile_m - 1) // tile_m
-        scheduler = TileScheduler(
-            num_m_blocks,
-            args.num_heads_q,
-            args.batch * args.num_heads_q,
-            args.section,
-            args.tile_counter,
-        )
+        mSink = cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q))
+        sequences = self.sequence_table(args)
         return ForwardParams(
             q=self.tma_operand(mQ, tile_m, spec.tile_d, 1),
             k=self.tma_operand(mK, tile_n, spec.tile_d, stages),
             v=self.tma_operand(mV, tile_n, spec.tile_dv, stages),
-            mO=mO,
+            mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
             mLSE=mLSE,
+            mSink=mSink if spec.sink_dtype is not None else None,
             mma_qk=self.tiled_mma(config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
             mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
-            scheduler=scheduler,
-            num_ctas=args.num_ctas,
-            seqlen_q=args.seqlen_q,
-            seqlen_k=args.seqlen_k,
+            scheduler=TileScheduler(
+                num_m_blocks=(args.rows_q + tile_m - 1) // tile_m,
+                num_heads=args.num_heads_q,
+                section=args.section,
+                num_ctas=args.num_ctas,
+                counter=args.tile_counter,
+                sequences=sequences,
+                tile_m=tile_m,
+                is_packed=spec.is_packed_q,
+            ),
+            sequences=sequences,
+            bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
             head_dim_v=args.head_dim_v,
             group=args.num_heads_q // args.num_heads_kv,
             scale_log2=args.scale_log2,
+            softcap=args.softcap,
         )
 
-    def view(self, args: ForwardArgs, name: str, seqlen, heads, dim) -> cute.Tensor:
-        """(seqlen, dim, heads, batch) view of a (batch, seqlen, heads, dim) argument."""
+    def sequence_table(self, args: ForwardArgs) -> SequenceTable:
+        """The lengths, with a table for each kind that the specialization has."""
+        spec = self.spec
+
+        def table(address, size, is_present):
+            return cute.make_tensor(address, cute.make_layout(size)) if is_present else None
+
+        return SequenceTable(
+            batch=args.batch,
+            seqlen_q=args.rows_q,
+            seqlen_k=args.rows_k,
+            cu_seqlens_q=table(args.cu_seqlens_q, args.batch + 1, spec.is_packed_q),
+            cu_seqlens_k=table(args.cu_seqlens_k, args.batch + 1, spec.is_packed_k),
+            seqused_q=table(args.seqused_q, args.batch, spec.has_seqused_q),
+            seqused_k=table(args.seqused_k, args.batch, spec.has_seqused_k),
+        )
+
+    def view(self, args: ForwardArgs, name: str, rows, heads, dim) -> cute.Tensor:
+        """(rows, dim, heads, batch) view of an argument; a packed one is a single sequence."""
         stride_batch, stride_seqlen, stride_head = (
             cute.assume(getattr(args, f"{name}_stride_{mode}"), divby=8)
             for mode in ("batch", "seqlen", "head")
         )
+        is_packed = self.spec.is_packed_q if name in ("q", "out") else self.spec.is_packed_k
+        batch = 1 if is_packed else args.batch
         layout = cute.make_layout(
-            (seqlen, dim, heads, args.batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
+            (rows, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
         )
         return cute.make_tensor(getattr(args, name), layout)
 
@@ -298,7 +346,7 @@ class FlashAttentionForwardSm90:
             k_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
             tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
-            next_tile: cute.struct.MemRange[Int32, TILE_STAGES]
+            tiles: cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.q.layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.k.layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.v.layout)], 1024]
@@ -322,7 +370,7 @@ class FlashAttentionForwardSm90:
             storage.sQ.get_tensor(p.q.layout.outer, swizzle=p.q.layout.inner),
             storage.sK.get_tensor(p.k.layout.outer, swizzle=p.k.layout.inner),
             storage.sV.get_tensor(p.v.layout.outer, swizzle=p.v.layout.inner),
-            storage.next_tile.get_tensor(cute.make_layout(TILE_STAGES)),
+            storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
         )
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.regs_load)
@@ -369,53 +417,73 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def load(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
-        """Load warp: fetches tiles, visits their blocks in the order that `mma` does."""
+        """Load warp: finds tiles, announces them, loads their blocks in the order of `mma`."""
         producer = pipeline.PipelineUserType.Producer
         q_state = pipeline.make_pipeline_state(producer, 1)
         k_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
         v_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
         tile_state = pipeline.make_pipeline_state(producer, TILE_STAGES)
-        tile_d, tile_dv = self.spec.tile_d, self.spec.tile_dv
-        lane = cute.arch.lane_idx()
         tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < p.scheduler.num_tiles:
-            tile = self.tile_at(p, tile_idx)
+        tile, cursor = p.scheduler.locate(tile_idx, Cursor(Int32(0), Int32(0)))
+        while tile.m_block >= 0:
             following = Int32(0)
-            if lane == 0:
-                following = p.scheduler.fetch(p.num_ctas)
-            head_kv = tile.head // p.group
-            q_copy = self.partition_tma(p.q, smem.sQ, tile_d, (tile.head, tile.batch))
-            k_copy = self.partition_tma(p.k, smem.sK, tile_d, (head_kv, tile.batch))
-            v_copy = self.partition_tma(p.v, smem.sV, tile_dv, (head_kv, tile.batch))
-            num_blocks, _ = self.mask.block_range(tile.m_block, p.seqlen_q, p.seqlen_k)
-
-            # V of a block follows K of the next: the consumers ask for them in this order.
-            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, num_blocks - 1)
-            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
-            for i in cutlass.range(num_blocks - 1, unroll=1):
-                n_block = num_blocks - 1 - i
-                k_state = self.load_block(p.k, pipes.k, k_state, k_copy, n_block - 1)
-                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
-            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, 0)
-
+            if cute.arch.lane_idx() == 0:
+                following = p.scheduler.fetch()
+            seqlen = p.sequences.of(tile.batch)
+            if tile.m_block * self.config.tile_m < seqlen.seqlen_q:
+                tile_state = self.announce(smem, pipes, tile_state, tile, seqlen)
+                q_state, k_state, v_state = self.load_tile(
+                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen
+                )
             tile_idx = cute.arch.shuffle_sync(following, 0)
-            pipes.tile.producer_acquire(tile_state)
-            if lane == 0:
-                smem.next_tile[tile_state.index] = tile_idx
-                pipes.tile.producer_commit(tile_state)
-            tile_state.advance()
+            tile, cursor = p.scheduler.locate(tile_idx, cursor)
+        self.announce(smem, pipes, tile_state, tile, SeqlenInfo(*[Int32(0)] * 4))
+        p.scheduler.close(tile_idx, cursor)
 
     @cute.jit
-    def tile_at(self, p: ForwardParams, tile_idx: Int32) -> Tile:
-        """The tile of a linear index."""
-        m_block, head, batch = p.scheduler.coordinates(tile_idx)
-        return Tile(m_block, head, batch)
+    def announce(self, smem: SharedTensors, pipes: Pipes, state, tile: Tile, seqlen: SeqlenInfo):
+        """Tell the consumers the next tile; returns the advanced state."""
+        pipes.tile.producer_acquire(state)
+        if cute.arch.lane_idx() == 0:
+            slot = smem.tiles[None, state.index]
+            fields = (tile.m_block, tile.head, tile.batch)
+            fields += (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.offset_q, seqlen.offset_k)
+            for i in cutlass.range_constexpr(len(fields)):
+                slot[i] = fields[i]
+            pipes.tile.producer_commit(state)
+        state.advance()
+        return state
 
-    def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, head_and_batch):
+    @cute.jit
+    def load_tile(
+        self, p: ForwardParams, smem: SharedTensors, pipes: Pipes, states, tile: Tile, seqlen
+    ):
+        """Load Q and all blocks of K and V of a tile; returns the advanced states."""
+        q_state, k_state, v_state = states
+        tile_d, tile_dv = self.spec.tile_d, self.spec.tile_dv
+        batch_q = 0 if const_expr(self.spec.is_packed_q) else tile.batch
+        batch_k = 0 if const_expr(self.spec.is_packed_k) else tile.batch
+        kv = (seqlen.offset_k, tile.head // p.group, batch_k)
+        q_copy = self.partition_tma(p.q, smem.sQ, tile_d, (seqlen.offset_q, tile.head, batch_q))
+        k_copy = self.partition_tma(p.k, smem.sK, tile_d, kv)
+        v_copy = self.partition_tma(p.v, smem.sV, tile_dv, kv)
+        blocks = self.mask.block_range(tile.m_block, seqlen, p.bounds)
+
+        # V of a block follows K of the next: the consumers ask for them in this order.
+        last = blocks.end - 1
+        k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last)
+        q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
+        for i in cutlass.range(last - blocks.begin, unroll=1):
+            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last - i - 1)
+            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, last - i)
+        v_state = self.load_block(p.v, pipes.v, v_state, v_copy, blocks.begin)
+        return q_state, k_state, v_state
+
+    def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, origin):
         """(TMA, stage) of shared memory and (TMA, block) of one head, for `load_block`."""
         tile_rows = cute.size(smem, mode=[0])
-        head, batch = head_and_batch
-        gX = operand.tensor[None, None, head, batch]
+        first_row, head, batch = origin
+        gX = cute.domain_offset((first_row, 0), operand.tensor[None, None, head, batch])
         return cpasync.tma_partition(
             operand.atom,
             0,
@@ -450,49 +518,61 @@ class FlashAttentionForwardSm90:
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         c = self.start_consumer(p, smem)
         self.grant_first_turn(c)
-        tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < p.scheduler.num_tiles:
-            tile = self.tile_at(p, tile_idx)
-            num_blocks, num_full = self.mask.block_range(tile.m_block, p.seqlen_q, p.seqlen_k)
+        pipes.tile.consumer_wait(tile_state)
+        m_block = smem.tiles[0, tile_state.index]
+        while m_block >= 0:
+            work = self.receive(p, smem, tile_state.index)
+            blocks = work.blocks
             c.acc_O.fill(0.0)
             pipes.q.consumer_wait(q_state)
-            k_state = self.first_block(p, c, pipes, k_state, tile, num_blocks - 1)
-            if const_expr(self.mask.has_long_edge):
-                for i in cutlass.range(num_blocks - 1 - num_full, unroll=1):
-                    n_block = num_blocks - 2 - i
+            n_block = blocks.end - 1
+            k_state = self.first_block(p, c, pipes, (k_state, v_state), work, n_block)
+            # upper edge, full blocks, lower edge
+            if const_expr(self.mask.has_end):
+                for _ in cutlass.range(n_block - blocks.full_end, unroll=1):
+                    n_block -= 1
                     kv_state = (k_state, v_state)
-                    k_state, v_state = self.step(p, c, pipes, kv_state, tile, n_block, True)
-            num_left = cutlass.min(num_full, num_blocks - 1)
-            for i in cutlass.range(num_left, unroll=1):
-                n_block = num_left - 1 - i
-                k_state, v_state = self.step(p, c, pipes, (k_state, v_state), tile, n_block, False)
+                    k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
+            for _ in cutlass.range(n_block - blocks.full_begin, unroll=1):
+                n_block -= 1
+                k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, n_block, False)
+            if const_expr(self.mask.has_begin):
+                for _ in cutlass.range(n_block - blocks.begin, unroll=1):
+                    n_block -= 1
+                    kv_state = (k_state, v_state)
+                    k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
             pipes.q.consumer_release(q_state)
             q_state.advance()
             v_state = self.last_product(p, c, pipes, v_state)
-            pipes.tile.consumer_wait(tile_state)
-            tile_idx = smem.next_tile[tile_state.index]
+            # Read anew: the tile's place then occupies no registers during the loops.
+            self.store(p, c, self.receive(p, smem, tile_state.index))
             pipes.tile.consumer_release(tile_state)
             tile_state.advance()
-            self.store(p, c, tile)
+            pipes.tile.consumer_wait(tile_state)
+            m_block = smem.tiles[0, tile_state.index]
+
+    @cute.jit
+    def receive(self, p: ForwardParams, smem: SharedTensors, slot: Int32) -> Work:
+        """The announced tile."""
+        tile = Tile(smem.tiles[0, slot], smem.tiles[1, slot], smem.tiles[2, slot])
+        seqlen = SeqlenInfo(*[smem.tiles[i, slot] for i in range(3, 7)])
+        return Work(tile, seqlen, self.mask.block_range(tile.m_block, seqlen, p.bounds))
 
     def start_consumer(self, p: ForwardParams, smem: SharedTensors) -> Consumer:
         """Partition the operands for this thread and allocate its registers."""
         tile_m, tile_n, tile_dv = self.config.tile_m, self.config.tile_n, self.spec.tile_dv
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS_PER_WARPGROUP
-        index = warp // WARPS_PER_WARPGROUP
-        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        index = warp // WARPS_PER_WARPGROUP - 1
         # Descriptors are the same for a whole warpgroup: slice by its first thread.
         wg_qk = p.mma_qk.get_slice(index * THREADS_PER_WARPGROUP)
         wg_pv = p.mma_pv.get_slice(index * THREADS_PER_WARPGROUP)
         sVt = cute.make_tensor(smem.sV.iterator, cute.select(smem.sV.layout, mode=[1, 0, 2]))
         return Consumer(
             warpgroup=index,
-            lane=lane,
-            row=warp * ROWS_PER_WARP + lane // 4,
-            col=2 * (lane % 4),
             tSrQ=wg_qk.make_fragment_A(wg_qk.partition_A(smem.sQ))[None, None, None, 0],
             tSrK=wg_qk.make_fragment_B(wg_qk.partition_B(smem.sK)),
             tOrV=wg_pv.make_fragment_B(wg_pv.partition_B(sVt)),
+            sV=smem.sV,
             acc_O=cute.make_rmem_tensor(wg_pv.partition_shape_C((tile_m, tile_dv)), Float32),
             rP=cute.make_rmem_tensor(wg_pv.partition_shape_A((tile_m, tile_n)), self.dtype),
             row_max=cute.make_rmem_tensor(ROWS_PER_THREAD, Float32),
@@ -501,19 +581,46 @@ class FlashAttentionForwardSm90:
         )
 
     @cute.jit
-    def first_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, k_state, tile, n_block):
+    def first_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work, n_block):
         """Scores and weights of a tile's first block; there is no product with V to overlap yet."""
+        k_state, v_state = kv_state
         acc_S = self.new_scores(p)
         pipes.k.consumer_wait(k_state)
         self.issue_gemm(p.mma_qk, acc_S, c.tSrQ, c.tSrK[None, None, None, k_state.index], True)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         S = as_rows_cols(acc_S)
-        self.modify_scores(p, c, S, tile, n_block, True)
-        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, p.scale_log2, 0.0, True)
+        self.modify_scores(p, c, S, work, n_block, True)
+        scale_log2 = self.scale_log2(p)
+        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, 0.0, True)
         self.round_weights(acc_S, c.rP)
+        if const_expr(self.spec.is_ragged_k):
+            pipes.v.consumer_wait(v_state)
+            num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
+            self.clear_tail(c, c.sV[None, None, v_state.index], num_valid)
         k_state.advance()
         return k_state
+
+    @cute.jit
+    def clear_tail(self, c: Consumer, sV: cute.Tensor, num_valid: Int32):
+        """Zero the rows of a V block that belong to no key: 0 times their NaN would be NaN.
+
+        Every warpgroup clears all of them for itself, so that none waits for another's turn.
+        """
+        if num_valid < self.config.tile_n:
+            runs = self.spec.tile_dv // ELEMENTS_PER_RUN
+            thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+            zeros = cute.make_rmem_tensor(ELEMENTS_PER_RUN, self.dtype)
+            zeros.fill(0.0)
+            first = cutlass.max(num_valid, 0) * runs + thread
+            for i in cutlass.range(first, self.config.tile_n * runs, THREADS_PER_WARPGROUP):
+                row = i // runs
+                run = cute.local_tile(sV, (1, ELEMENTS_PER_RUN), (row, i - row * runs))
+                cute.autovec_copy(zeros, run[0, None])
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(
+                barrier_id=Barrier.CLEARED + c.warpgroup, number_of_threads=THREADS_PER_WARPGROUP
+            )
 
     @cute.jit
     def step(
@@ -522,7 +629,7 @@ class FlashAttentionForwardSm90:
         c: Consumer,
         pipes: Pipes,
         kv_state,
-        tile: Tile,
+        work: Work,
         n_block: Int32,
         is_masked: cutlass.Constexpr[bool],
     ):
@@ -540,7 +647,7 @@ class FlashAttentionForwardSm90:
         self.pass_turn(c)
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.modify_scores(p, c, as_rows_cols(acc_S), tile, n_block, is_masked)
+        self.modify_scores(p, c, as_rows_cols(acc_S), work, n_block, is_masked)
         if const_expr(is_masked):
             self.weigh_exactly(p, c, pipes, v_state, acc_S)
         else:
@@ -555,24 +662,40 @@ class FlashAttentionForwardSm90:
         p: ForwardParams,
         c: Consumer,
         S: cute.Tensor,
-        tile: Tile,
+        work: Work,
         n_block: Int32,
         is_masked: cutlass.Constexpr[bool],
     ):
         """Everything between Q K^T and the softmax."""
-        if const_expr(self.spec.negate_scores):
+        if const_expr(self.spec.has_softcap):
+            softmax.softcap(S, p.scale_log2, p.softcap)
+        elif const_expr(self.spec.negate_scores):
             S.store(-S.load())
         if const_expr(is_masked):
-            first_row = tile.m_block * self.config.tile_m + c.row
-            first_col = n_block * self.config.tile_n + c.col
-            self.mask.apply(S, first_row, first_col, p.seqlen_q, p.seqlen_k)
+            row, col = self.place(fresh_thread_idx())
+            first_row = work.tile.m_block * self.config.tile_m + row
+            first_col = n_block * self.config.tile_n + col
+            self.mask.apply(S, first_row, first_col, work.seqlen, p.bounds)
+
+    def place(self, thread: Int32):
+        """First row within the query tile and column within a key block of a consumer thread.
+
+        Its rows are 8 apart; its columns as `column_offset` says.
+        """
+        row = (thread // 32 - WARPS_PER_WARPGROUP) * ROWS_PER_WARP + thread % 32 // 4
+        return row, 2 * (thread % 4)
+
+    def scale_log2(self, p: ForwardParams) -> Float32:
+        """Factor from the scores as `modify_scores` leaves them to powers of two."""
+        return Float32(softmax.LOG2_E) if self.spec.has_softcap else p.scale_log2
 
     @cute.jit
     def weigh_exactly(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):
         """Weights against the true running maximum; rescales O where it rose enough."""
         threshold = self.config.rescale_threshold
         S = as_rows_cols(acc_S)
-        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, p.scale_log2, threshold, False)
+        scale_log2 = self.scale_log2(p)
+        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, threshold, False)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         self.round_weights(acc_S, c.rP)
@@ -588,13 +711,16 @@ class FlashAttentionForwardSm90:
         weights = self.new_scores(p)
         headroom = self.config.rescale_threshold
         block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        softmax.speculative_step(S, as_rows_cols(weights), c.row_max, block_sum, p.scale_log2)
+        scale_log2 = self.scale_log2(p)
+        softmax.speculative_step(S, as_rows_cols(weights), c.row_max, block_sum, scale_log2)
         is_outgrown = softmax.any_outgrown(block_sum, headroom)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         self.round_weights(weights, c.rP)
         if is_outgrown:
-            softmax.catch_up(S, c.row_max, c.row_sum, c.o_scale, block_sum, p.scale_log2, headroom)
+            softmax.catch_up(
+                S, c.row_max, c.row_sum, c.o_scale, block_sum, scale_log2, headroom
+            )
             self.round_weights(acc_S, c.rP)
             softmax.scale_rows(as_rows_cols(c.acc_O), c.o_scale)
         else:
@@ -612,19 +738,26 @@ class FlashAttentionForwardSm90:
         return v_state
 
     @cute.jit
-    def store(self, p: ForwardParams, c: Consumer, tile: Tile):
+    def store(self, p: ForwardParams, c: Consumer, work: Work):
         """Close the softmax, divide by the row sums and write the tile."""
-        first_row = tile.m_block * self.config.tile_m + c.row
+        tile, seqlen = work.tile, work.seqlen
+        thread = fresh_thread_idx()
+        lane = thread % 32
+        first_row = tile.m_block * self.config.tile_m + self.place(thread)[0]
         factor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        softmax.finalize(c.row_max, c.row_sum, factor, lse, p.scale_log2)
+        sink_log2 = None
+        if const_expr(p.mSink is not None):
+            sink_log2 = p.mSink[tile.head].to(Float32) * softmax.LOG2_E
+        softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sink_log2)
+        batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
         if const_expr(self.spec.has_lse):
-            gLSE = p.mLSE[None, tile.head, tile.batch]
-            epilogue.store_lse(lse, gLSE, first_row, c.lane, p.seqlen_q)
+            gLSE = cute.domain_offset((seqlen.offset_q,), p.mLSE[None, tile.head, batch])
+            epilogue.store_lse(lse, gLSE, first_row, lane, seqlen.seqlen_q)
         O = as_rows_cols(c.acc_O)
         softmax.scale_rows(O, factor)
-        gO = p.mO[None, None, tile.head, tile.batch]
-        epilogue.store_output(O, gO, first_row, c.lane, p.seqlen_q, p.head_dim_v)
+        gO = cute.domain_offset((seqlen.offset_q, 0), p.mO[None, None, tile.head, batch])
+        epilogue.store_output(O, gO, first_row, lane, seqlen.seqlen_q, p.head_dim_v)
 
     @cute.jit
     def round_weights(self, weights, rP):

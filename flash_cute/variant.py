@@ -1,0 +1,299 @@
+"""User callbacks, score_mod and mask_mod: which form they have, and what they are told apart by.
+
+The portable form is FlexAttention's: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new
+score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the key is visible. It is written for one element,
+with Python operators and elementwise torch functions, and runs unchanged in a kernel and in the
+reference. The native form takes CuTe values and two more parameters, ``seqlen_info`` and
+``aux_tensors``; it runs in kernels only, and its tensors are those in the attribute ``aux_tensors``
+of the function.
+
+Identity: bytecode, constants, defaults, captured numbers, helper functions. Captured tensors count
+by dtype, rank and the strides known to be 1, and become launch arguments. It is worked out on every
+call, so a captured variable that changed is seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from flash_cute.capture import TENSOR_DTYPES, Leaf, Node, TensorFacts, Walk, tensor_facts
+from flash_cute.errors import InvalidProblem, UnsupportedProblem
+
+PORTABLE, NATIVE = "portable", "native"
+PARAMETERS = {
+    "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask_mod": ("b", "h", "q_idx", "kv_idx"),
+}
+NATIVE_PARAMETERS = ("seqlen_info", "aux_tensors")
+MAX_REMEMBERED = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallbackKey:
+    """What a kernel is compiled for: equal keys trace to the same code.
+
+    Shapes: tensors: one entry per captured tensor, in the order of the launch arguments
+    """
+
+    kind: str  # "score_mod" or "mask_mod"
+    form: str  # "portable" or "native"
+    digest: str
+    tensors: tuple[TensorFacts, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Callback:
+    """A callback of one call: its key, the tensors to launch with, and a snapshot to trace.
+
+    Contract: `tensors` is empty in what `callback_for` returns; the snapshot never holds any.
+    """
+
+    key: CallbackKey
+    label: str
+    node: Node = dataclasses.field(repr=False)
+    codes: tuple[types.CodeType, ...] = dataclasses.field(repr=False)
+    names: tuple[str, ...]  # of the variables that hold the tensors
+    tensors: tuple[torch.Tensor, ...] = dataclasses.field(repr=False, default=())
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a captured tensor takes part in autograd."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    def with_tensors(self, stand_ins: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return a copy of the user's function that reads `stand_ins` in place of its tensors."""
+        return self.node.build(stand_ins, {})
+
+    def launch_arguments(self) -> tuple[int, ...]:
+        """Return the tensors as plain integers: per tensor the address, sizes and open strides."""
+        arguments: list[int] = []
+        for tensor, facts in zip(self.tensors, self.key.tensors, strict=True):
+            arguments.append(tensor.data_ptr())
+            arguments += tensor.shape
+            pairs = zip(tensor.stride(), facts.strides, strict=True)
+            arguments += [stride for stride, known in pairs if known < 0]
+        return tuple(arguments)
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse tensors that a kernel on `device` cannot read; raises InvalidProblem."""
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            if tensor.device != device:
+                raise InvalidProblem(
+                    f"{self.label} captures {name!r} on {tensor.device}, expected {device} "
+                    f"(device of q): capture {name}.to(q.device)"
+                )
+
+
+# ---- Forms ---------------------------------------------------------------------------------------
+
+
+def callback_form(function: object, kind: str) -> str:
+    """Say whether a callback is "portable" or "native", by its signature.
+
+    Raises: InvalidProblem with the expected forms when it is neither.
+    """
+    if not callable(function):
+        _refuse_form(kind, f"of type {type(function).__name__}", "a function ")
+    if isinstance(function, types.FunctionType):
+        defaults, kwdefaults = function.__defaults__ or (), function.__kwdefaults__ or {}
+        has_wrapped = hasattr(function, "__wrapped__")
+        if not has_wrapped:
+            shape = (function.__code__, len(defaults), tuple(kwdefaults))
+            return _form_of_code(*shape, kind)
+    return _form(function, kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _form_of_code(
+    code: types.CodeType, num_defaults: int, keywords: tuple[str, ...], kind: str
+) -> str:
+    cells = tuple(types.CellType() for _ in code.co_freevars)
+    function = types.FunctionType(code, {}, code.co_name, (None,) * num_defaults, cells)
+    function.__kwdefaults__ = dict.fromkeys(keywords)
+    return _form(function, kind)
+
+
+def _form(function: Callable[..., Any], kind: str) -> str:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return PORTABLE  # a built-in without a signature: the call itself will tell
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        _refuse_form(kind, "a coroutine or generator", "a function ")
+    names = PARAMETERS[kind]
+    extra = [signature.parameters.get(name) for name in NATIVE_PARAMETERS]
+    if all(p is not None and p.default is p.empty for p in extra):
+        # score_mod takes the last four by name, mask_mod all six in order: as FlashAttention-4 does.
+        by_name = (*names[3:], *NATIVE_PARAMETERS) if kind == "score_mod" else ()
+        in_order = names[:3] if kind == "score_mod" else (*names, *NATIVE_PARAMETERS)
+        if _takes(signature, in_order, by_name):
+            return NATIVE
+    if _takes(signature, names, ()):
+        return PORTABLE
+    _refuse_form(kind, f"a function of {signature}", "")
+
+
+def _takes(
+    signature: inspect.Signature, in_order: tuple[str, ...], by_name: tuple[str, ...]
+) -> bool:
+    try:
+        signature.bind(*in_order, **dict.fromkeys(by_name))
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_form(kind: str, got: str, prefix: str) -> NoReturn:
+    names = PARAMETERS[kind]
+    native = ", ".join((*names, *NATIVE_PARAMETERS))
+    raise InvalidProblem(
+        f"{kind} is {got}, expected {prefix}{kind}({', '.join(names)}), or the native form "
+        f"{kind}({native}) of CuTe values"
+    )
+
+
+# ---- Identity ------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_keys: OrderedDict[Any, CallbackKey] = OrderedDict()  # by the raw key of the walk
+_callbacks: OrderedDict[CallbackKey, Callback] = OrderedDict()
+
+
+def as_callback(function: Callable[..., Any], kind: str) -> Callback:
+    """Work out what a callback is; `kind` is "score_mod" or "mask_mod".
+
+    Raises: InvalidProblem for a wrong signature; UnsupportedProblem naming the variable for what
+            cannot be keyed.
+    """
+    form = callback_form(function, kind)
+    walk = Walk(f"{kind} {_name_of(function)!r}")
+    if form == PORTABLE:
+        raw, node = walk.value(function, _name_of(function))
+    else:
+        raw, node = _walk_native(walk, function)
+    facts = tuple(tensor_facts(tensor) for tensor in walk.tensors)
+    key = _key_of((kind, form, raw, facts), kind, form)
+    names = tuple(walk.names)
+    callback = Callback(key, walk.label, node, tuple(walk.codes), names, tuple(walk.tensors))
+    if key not in _callbacks:
+        with _lock:
+            _callbacks[key] = dataclasses.replace(callback, tensors=())
+            _forget_oldest(_callbacks)
+    return callback
+
+
+def callback_for(key: CallbackKey) -> Callback:
+    """Return the callback of a key, without its tensors, to trace it in a kernel.
+
+    Raises: UnsupportedProblem when this process has not seen it: a function cannot be made from a
+            key.
+    """
+    try:
+        return _callbacks[key]
+    except KeyError:
+        raise UnsupportedProblem(
+            f"the {key.kind} {key.digest[:12]} is not known in this process: call the attention "
+            "function with it, a key alone is no function to compile"
+        ) from None
+
+
+def _walk_native(walk: Walk, function: Callable[..., Any]) -> tuple[Any, Node]:
+    """A native callback is called as it is; its tensors come from its attribute."""
+    width = getattr(function, "__vec_size__", 1)
+    if width != 1:
+        raise UnsupportedProblem(
+            f"{walk.label}.__vec_size__ is {width!r}, expected 1: callbacks work on one element"
+        )
+    inner = inspect.unwrap(function)
+    raw, _ = walk.value(inner, _name_of(function))
+    if walk.tensors:
+        raise UnsupportedProblem(
+            f"{walk.label} captures {walk.names[0]!r}, a tensor, in the native form: set "
+            f"{_name_of(function)}.aux_tensors = ({walk.names[0]}, ...) and read aux_tensors"
+        )
+    aux_tensors = tuple(getattr(function, "aux_tensors", None) or ())
+    for index, tensor in enumerate(aux_tensors):
+        if not isinstance(tensor, torch.Tensor):
+            got = type(tensor).__name__
+            raise InvalidProblem(
+                f"{walk.label}.aux_tensors[{index}] is of type {got}, expected a torch.Tensor"
+            )
+    slots = walk.value(aux_tensors, "aux_tensors")[0]
+    return (raw, slots), Leaf(function)
+
+
+def _key_of(raw: Any, kind: str, form: str) -> CallbackKey:
+    key = _keys.get(raw)
+    if key is None:
+        # repr tells apart all that a raw key is made of: strings, numbers, None, tuples, facts.
+        digest = hashlib.sha256(repr(raw).encode()).hexdigest()
+        key = CallbackKey(kind, form, digest, raw[-1])
+        with _lock:
+            _keys[raw] = key
+            _forget_oldest(_keys)
+    return key
+
+
+def _forget_oldest(entries: OrderedDict[Any, Any]) -> None:
+    while len(entries) > MAX_REMEMBERED:
+        entries.popitem(last=False)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, "__name__", None) or type(inner).__name__
+
+
+# ---- Masks put together --------------------------------------------------------------------------
+
+
+def and_masks(*mask_mods: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the mask_mod that shows what all of `mask_mods` show; of none, everything."""
+    _check_masks(mask_mods)
+
+    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        visible = q_idx >= 0
+        for mask_mod in mask_mods:
+            visible = visible & mask_mod(b, h, q_idx, kv_idx)
+        return visible
+
+    return and_mask
+
+
+def or_masks(*mask_mods: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the mask_mod that shows what any of `mask_mods` shows; of none, nothing."""
+    _check_masks(mask_mods)
+
+    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        visible = q_idx < 0
+        for mask_mod in mask_mods:
+            visible = visible | mask_mod(b, h, q_idx, kv_idx)
+        return visible
+
+    return or_mask
+
+
+def _check_masks(mask_mods: tuple[Callable[..., Any], ...]) -> None:
+    for mask_mod in mask_mods:
+        if callback_form(mask_mod, "mask_mod") == NATIVE:
+            raise InvalidProblem("mask_mod is in the native form, expected the portable one")
+
+
+# ---- What device code needs to know of torch -----------------------------------------------------
+
+_DTYPES = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name in a key."""
+    return _DTYPES[name]
