@@ -89,9 +89,11 @@ def flash_attn_func(
             launched.
     """
     key = None
-    if sink is score_mod is mask_mod is block_mask is out is kernel is None:
-        numbers = (softmax_scale, causal, window_size, attention_chunk, softcap)
-        result, key = launch.recall(q, k, v, (numbers, pack_gqa, num_splits, return_lse))
+    if score_mod is mask_mod is block_mask is out is kernel is None:
+        mask = (causal, window_size, attention_chunk)
+        extras = launch.NO_EXTRAS if sink is None else (None, None, None, None, sink)
+        options_key = (mask, softmax_scale, softcap, pack_gqa, num_splits, return_lse)
+        result, key = launch.recall(q, k, v, options_key, extras)
         if result is not None:
             return result
     options = Options(
@@ -171,6 +173,14 @@ def flash_attn_varlen_func(
     Raises: as flash_attn_func. The contents of cu_seqlens, seqused and page_table are checked on
             the CPU only: reading them on a GPU would make every call wait.
     """
+    key = None  # without the hints: they change from call to call, and nothing depends on them
+    if score_mod is mask_mod is block_mask is page_table is out is kernel is None:
+        options_key = (causal, window_size, attention_chunk, softmax_scale, softcap)
+        extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink)
+        options_key = (options_key, pack_gqa, num_splits, return_lse)
+        result, key = launch.recall(q, k, v, options_key, extras)
+        if result is not None:
+            return result
     options = Options(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -196,7 +206,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         page_table=page_table,
     )
-    return _attention(*attention_request(q, k, v, options, lengths))
+    return _attention(*attention_request(q, k, v, options, lengths), key)
 
 
 def is_supported(

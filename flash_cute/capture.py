@@ -289,6 +289,7 @@ _BUILTINS = (
     types.MethodWrapperType,
     types.GetSetDescriptorType,
 )
+_NAMED = {("torch._ops", "OpOverload"), ("torch._ops", "OpOverloadPacket"), ("numpy", "ufunc")}
 _UNFOLLOWED = (*_LEAF_KEYS, torch.Tensor, types.FunctionType, tuple, list, dict, functools.partial)
 
 Found = tuple[tuple[Any, ...], Node]  # the raw key of a value, and its snapshot
@@ -344,7 +345,7 @@ class Walk:
         if isinstance(value, enum.Enum):
             raw, _ = self.value(value.value, name)
             return ("enum", kind.__module__, kind.__qualname__, value.name, raw), Leaf(value)
-        if isinstance(value, _BUILTINS) or (_is_library(kind.__module__) and _has_name(value)):
+        if isinstance(value, _BUILTINS) or (kind.__module__, kind.__name__) in _NAMED:
             owner = getattr(value, "__self__", None)
             if owner is not None and not isinstance(owner, (type, types.ModuleType)):
                 self.refuse(name, value, "use the function and not the method of a captured value")
@@ -576,10 +577,6 @@ _IS_EXTENSION = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python
 
 def _full_name(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _has_name(value: Any) -> bool:
-    return isinstance(getattr(value, "__name__", None), str)
 
 
 def _is_slot(value: Any) -> bool:

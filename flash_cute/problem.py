@@ -96,6 +96,7 @@ class AttentionProblem:
     softcap: float = 0.0
     softmax_scale: float = cast(float, None)  # resolved to a number on construction
     has_sink: bool = False
+    sink_dtype: torch.dtype | None = None  # of a sink; None is the dtype of q
     has_score_mod: bool = False
     has_mask_mod: bool = False
     has_block_mask: bool = False
@@ -323,6 +324,7 @@ def attention_request(
         softcap=options.softcap,
         softmax_scale=cast(float, options.softmax_scale),
         has_sink=options.sink is not None,
+        sink_dtype=None if options.sink is None else options.sink.dtype,
         has_score_mod=options.score_mod is not None,
         has_mask_mod=options.mask_mod is not None,
         is_packed_q=lengths.cu_seqlens_q is not None,

@@ -21,6 +21,7 @@ from flash_cute.specialization import ForwardSpecialization
 from flash_cute.target import Target
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SINK_DTYPE_NAMES = {**DTYPE_NAMES, torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,20 @@ SM90 = Declaration(
     kernel="FlashAttentionForwardSm90",
     module="flash_cute.sm90.fwd",
     archs=("sm_90a",),
-    features=frozenset({Feature.CAUSAL, Feature.GQA, Feature.LSE, Feature.HEAD_DIM_V}),
+    features=frozenset(
+        {
+            Feature.CAUSAL,
+            Feature.WINDOW,
+            Feature.ATTENTION_CHUNK,
+            Feature.SOFTCAP,
+            Feature.SINK,
+            Feature.GQA,
+            Feature.LSE,
+            Feature.VARLEN,
+            Feature.SEQUSED,
+            Feature.HEAD_DIM_V,
+        }
+    ),
 )
 
 KERNELS = (SM90,)
@@ -151,17 +165,28 @@ def kernel_for(key: KernelKey) -> Any:
 
 
 def _key(declaration: Declaration, problem: AttentionProblem, target: Target) -> KernelKey:
+    p, right = problem, problem.visible_right
+    sink_dtype = SINK_DTYPE_NAMES.get(p.sink_dtype or p.dtype, "fp32") if p.has_sink else None
     spec = ForwardSpecialization(
-        dtype=DTYPE_NAMES[problem.dtype],
-        tile_d=declaration.tile_head_dim(problem.head_dim),
-        tile_dv=declaration.tile_head_dim(problem.head_dim_v),
-        is_causal=problem.is_causal_only,
-        has_lse=problem.return_lse,
-        negate_scores=problem.softmax_scale < 0,
+        dtype=DTYPE_NAMES[p.dtype],
+        tile_d=declaration.tile_head_dim(p.head_dim),
+        tile_dv=declaration.tile_head_dim(p.head_dim_v),
+        is_causal=right == 0,
+        has_lse=p.return_lse,
+        negate_scores=p.softmax_scale < 0 and not p.softcap,
+        has_window_left=p.visible_left is not None,
+        has_window_right=right is not None and right != 0,
+        has_chunk=p.attention_chunk > 0,
+        has_softcap=p.softcap > 0,
+        sink_dtype=sink_dtype,
+        is_packed_q=p.is_packed_q,
+        is_packed_k=p.is_packed_k,
+        has_seqused_q=p.has_seqused_q,
+        has_seqused_k=p.has_seqused_k,
     )
-    return KernelKey(
-        declaration.kernel, target.arch, spec, sm90.default_config(spec, problem.seqlen_k)
-    )
+    # A packed length is a hint that must not shape code.
+    seqlen_k = sm90.LONG_SEQLEN if p.is_packed_k else p.seqlen_k
+    return KernelKey(declaration.kernel, target.arch, spec, sm90.default_config(spec, seqlen_k))
 
 
 def _refusal(

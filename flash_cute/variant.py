@@ -297,3 +297,6 @@ _DTYPES = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name in a key."""
     return _DTYPES[name]
+
+
+HOST = torch.device("cpu")

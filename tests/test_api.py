@@ -323,9 +323,6 @@ def test_what_is_no_tensor_is_refused_beside_tensors_on_a_gpu(
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "window": {"window_size": (3, 0)},
-    "attention_chunk": {"attention_chunk": 4},
-    "softcap": {"softcap": 2.0},
     "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score},
     "mask_mod": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx < 3},
     "split_kv": {"num_splits": 2},

@@ -14,6 +14,20 @@ pytestmark = pytest.mark.compile
 MIXED_DIMS = [(96, 64), (128, 64), (128, 96), (192, 64), (192, 96), (192, 128)] + [
     (256, dv) for dv in (64, 96, 128, 192)
 ]
+PLAIN = {"is_causal": False, "has_lse": True}
+PACKED = {"is_packed_q": True, "is_packed_k": True}
+USED = {"has_seqused_q": True, "has_seqused_k": True}
+WINDOW = {"has_window_left": True, "has_window_right": True}
+FEATURES = [
+    PACKED,
+    USED,
+    WINDOW,
+    {"is_causal": True, "has_window_left": True},
+    {"is_causal": True, "has_chunk": True},
+    {"has_softcap": True},
+    {"sink_dtype": "bf16"},
+    {**PACKED, **USED, **WINDOW, "has_chunk": True, "has_softcap": True, "sink_dtype": "fp32"},
+]
 REGISTERS_AT_ENTRY = {256: 255, 384: 168, 512: 128}  # by threads of a CTA: 64k registers shared
 
 
@@ -25,10 +39,13 @@ def cells():
     yield ForwardSpecialization("bf16", 64, 64, True, True), 1024
     yield ForwardSpecialization("fp16", 128, 128, True, True), 8192
     yield ForwardSpecialization("fp16", 64, 64, False, True, negate_scores=True), 8192
+    for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        for features in FEATURES:
+            yield ForwardSpecialization("bf16", d, dv, **{**PLAIN, **features}), 8192
 
 
 @pytest.mark.parametrize(
-    "spec, seqlen_k", cells(), ids=lambda value: getattr(value, "label", value)
+    "spec, seqlen_k", list(cells()), ids=lambda value: getattr(value, "label", value)
 )
 def test_cell_compiles_without_spills(spec, seqlen_k):
     pytest.importorskip("cutlass")

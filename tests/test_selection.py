@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def key(**changes):
         dict(head_dim=120, head_dim_v=120),  # the same tile
         dict(pack_gqa=False),
         dict(num_splits=0),
+        dict(window_left=None, window_right=None),
     ],
     ids=str,
 )
@@ -61,6 +63,15 @@ def test_runtime_numbers_share_a_kernel(change):
         dict(head_dim=192),
         dict(head_dim=64, head_dim_v=64),
         dict(softmax_scale=-0.5),
+        dict(window_left=5),
+        dict(window_right=5),
+        dict(attention_chunk=64),
+        dict(softcap=3.0),
+        dict(has_sink=True),
+        dict(is_packed_q=True),
+        dict(is_packed_k=True),
+        dict(has_seqused_q=True),
+        dict(has_seqused_k=True),
     ],
     ids=str,
 )
@@ -74,6 +85,28 @@ def test_causal_has_one_spelling_in_the_key():
     assert key(causal=True, window_left=-1, window_right=5) == causal
 
 
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (dict(window_left=5), dict(window_left=500)),
+        (dict(window_left=5, window_right=7), dict(window_left=-3, window_right=1)),
+        (dict(attention_chunk=64), dict(attention_chunk=100)),
+        (dict(softcap=3.0), dict(softcap=50.0, softmax_scale=-1.0)),
+        (dict(is_packed_k=True, seqlen_k=100), dict(is_packed_k=True, seqlen_k=100_000)),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_feature_share_a_kernel(one, other):
+    base = dict(head_dim=64, head_dim_v=64, causal=True)
+    assert key(**base, **one) == key(**base, **other)
+
+
+def test_sink_dtypes_shape_code_and_others_become_fp32():
+    of = lambda dtype: key(has_sink=True, sink_dtype=dtype).spec.sink_dtype
+    assert [of(torch.bfloat16), of(torch.float16), of(torch.float32)] == ["bf16", "fp16", "fp32"]
+    assert of(torch.float64) == "fp32"
+
+
 def test_short_keys_under_a_causal_mask_take_another_tile():
     dims = dict(head_dim=64, head_dim_v=64, causal=True)
     assert key(**dims, seqlen_k=1024).config.tile_m == 128
@@ -82,8 +115,8 @@ def test_short_keys_under_a_causal_mask_take_another_tile():
 
 def test_refusal_lists_what_each_kernel_lacks():
     with pytest.raises(UnsupportedProblem) as caught:
-        key(softcap=30.0, window_left=5, has_sink=True)
-    assert "FlashAttentionForwardSm90 lacks sink; softcap; window" in str(caught.value)
+        key(num_splits=3, page_size=16, has_score_mod=True)
+    assert "FlashAttentionForwardSm90 lacks paged_kv; score_mod; split_kv" in str(caught.value)
     assert "sm_90a" in str(caught.value)
 
 
@@ -145,14 +178,14 @@ def test_a_kernel_class_can_be_asked_for_and_strangers_are_refused():
             selection.key_for(problem(), H200, stranger)
 
 
-def specializations():
+def specializations() -> Iterator[ForwardSpecialization]:
     dims = [(d, dv) for d, dv in itertools.product(sm90.TILE_HEAD_DIMS, repeat=2) if dv <= d]
     for (d, dv), is_causal in itertools.product(dims, (False, True)):
         yield ForwardSpecialization("bf16", d, dv, is_causal, has_lse=True)
 
 
 @pytest.mark.parametrize("seqlen_k", [1024, 8192])
-@pytest.mark.parametrize("spec", specializations(), ids=lambda spec: spec.label)
+@pytest.mark.parametrize("spec", list(specializations()), ids=lambda spec: spec.label)
 def test_default_configs_obey_the_rules(spec, seqlen_k):
     assert sm90.default_config(spec, seqlen_k).check(spec) == []
 

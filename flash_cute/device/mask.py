@@ -1,7 +1,7 @@
 """Which keys a query sees: block ranges for the loops, and the mask inside an edge block.
 
-Bottom-right aligned. With the diagonal of row i at d = i + seqlen_k - seqlen_q, its visible keys are
-begin(i) <= j < end(i), both nondecreasing in i:
+Bottom-right aligned. With the diagonal of row i at d = i + seqlen_k - seqlen_q, its visible keys
+are begin(i) <= j < end(i), both nondecreasing in i:
     end    = min(seqlen_k, d + 1 if causal, d + right + 1 if windowed, the end of d's chunk)
     begin  = max(0, d - left if windowed, the begin of d's chunk)
 """

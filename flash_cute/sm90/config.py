@@ -69,6 +69,7 @@ class ForwardConfigSm90:
         return broken
 
 
+LONG_SEQLEN = 2**30
 SHORT_SEQLEN = 1536  # keys; below it a causal mask hides a large share of a 192-row tile
 
 

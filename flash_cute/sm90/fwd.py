@@ -23,10 +23,10 @@ Budget: shared memory in ForwardConfigSm90.smem_bytes; registers per consumer th
 """
 
 import enum
+import typing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
@@ -35,6 +35,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
+from flash_cute.arguments import ForwardArguments
 from flash_cute.device import epilogue, softmax
 from flash_cute.device.mask import AttentionMask, BlockRange, MaskBounds
 from flash_cute.device.primitives import as_rows_cols, fresh_thread_idx, pack_halves
@@ -62,58 +63,6 @@ class Barrier(enum.IntEnum):
     CLEARED = 4  # + consumer warpgroup: its threads have cleared the tail of V
 
 
-class ForwardArgs(NamedTuple):
-    """Launch arguments, in order: the one list that compile, launch and kernel share.
-
-    Shapes: q, k, v, out: device addresses of (batch, seqlen, heads, dim), packed (total, heads,
-            dim), last stride 1, addresses and the other strides multiples of 16 bytes; rows_q,
-            rows_k: seqlen or total. lse: (batch, num_heads_q, seqlen_q), packed (num_heads_q,
-            total_q), f32, or null. tile_counter: one int32, zero between launches, or null.
-            cu_seqlens, seqused, sink: null where the specialization has none
-    Units:  strides in elements; scale_log2 = |softmax_scale| * log2(e), with a softcap its own
-            signed softmax_scale / softcap; window bounds and chunk in keys
-    """
-
-    q: cute.Pointer
-    k: cute.Pointer
-    v: cute.Pointer
-    out: cute.Pointer
-    lse: cute.Pointer
-    tile_counter: cute.Pointer
-    cu_seqlens_q: cute.Pointer
-    cu_seqlens_k: cute.Pointer
-    seqused_q: cute.Pointer
-    seqused_k: cute.Pointer
-    sink: cute.Pointer
-    batch: Int32
-    rows_q: Int32
-    rows_k: Int32
-    num_heads_q: Int32
-    num_heads_kv: Int32
-    head_dim: Int32
-    head_dim_v: Int32
-    q_stride_batch: Int64
-    q_stride_seqlen: Int64
-    q_stride_head: Int64
-    k_stride_batch: Int64
-    k_stride_seqlen: Int64
-    k_stride_head: Int64
-    v_stride_batch: Int64
-    v_stride_seqlen: Int64
-    v_stride_head: Int64
-    out_stride_batch: Int64
-    out_stride_seqlen: Int64
-    out_stride_head: Int64
-    scale_log2: Float32
-    softcap: Float32
-    window_left: Int32
-    window_right: Int32
-    chunk: Int32
-    section: Int32
-    num_ctas: Int32
-    stream: cuda.CUstream
-
-
 @dataclass(frozen=True)
 class TmaOperand:
     """A tensor in device memory that TMA reads tile by tile into shared memory."""
@@ -132,7 +81,7 @@ class ForwardParams:
     v: TmaOperand
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
-    mSink: cute.Tensor | None  # (num_heads_q,)
+    mSink: cute.Tensor  # (num_heads_q,)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     scheduler: TileScheduler
@@ -210,27 +159,27 @@ class FlashAttentionForwardSm90:
 
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
-        stand_in = {
-            Int32: Int32(1),
-            Int64: Int64(8),
-            Float32: Float32(1.0),
-            cuda.CUstream: cute.runtime.make_fake_stream(),
-        }
         data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
-        data |= {name: self.dtype for name in ("q", "k", "v", "out")}
-        return tuple(
-            cute.runtime.nullptr(
-                data.get(name, Int32), cute.AddressSpace.gmem, data.get(name, Int32).width // 8
-            )
-            if kind is cute.Pointer
-            else stand_in[kind]
-            for name, kind in ForwardArgs.__annotations__.items()
-        )
+        data |= dict.fromkeys(("q", "k", "v", "out"), self.dtype)
+
+        def address(name):
+            dtype = data.get(name, Int32)
+            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
+
+        stand_in = {
+            "address": address,
+            "int32": lambda name: Int32(1),
+            "int64": lambda name: Int64(8),
+            "float32": lambda name: Float32(1.0),
+            "stream": lambda name: cute.runtime.make_fake_stream(),
+        }
+        hints = typing.get_type_hints(ForwardArguments, include_extras=True)
+        return tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
 
     @cute.jit
     def __call__(self, *launch_args):
-        """Host side: describe the launch from a flat ForwardArgs, then launch."""
-        args = ForwardArgs(*launch_args)
+        """Host side: describe the launch from flat ForwardArguments, then launch."""
+        args = ForwardArguments(*launch_args)
         params = self.build_params(args)
         self.kernel(params).launch(
             grid=[args.num_ctas, 1, 1],
@@ -240,7 +189,7 @@ class FlashAttentionForwardSm90:
         )
 
     @cute.jit
-    def build_params(self, args: ForwardArgs) -> ForwardParams:
+    def build_params(self, args: ForwardArguments) -> ForwardParams:
         """Describe the operands, products and tiles of this launch."""
         spec, config = self.spec, self.config
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
@@ -263,7 +212,7 @@ class FlashAttentionForwardSm90:
             v=self.tma_operand(mV, tile_n, spec.tile_dv, stages),
             mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
             mLSE=mLSE,
-            mSink=mSink if spec.sink_dtype is not None else None,
+            mSink=mSink,
             mma_qk=self.tiled_mma(config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
             mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
             scheduler=TileScheduler(
@@ -284,7 +233,7 @@ class FlashAttentionForwardSm90:
             softcap=args.softcap,
         )
 
-    def sequence_table(self, args: ForwardArgs) -> SequenceTable:
+    def sequence_table(self, args: ForwardArguments) -> SequenceTable:
         """The lengths, with a table for each kind that the specialization has."""
         spec = self.spec
 
@@ -301,7 +250,7 @@ class FlashAttentionForwardSm90:
             seqused_k=table(args.seqused_k, args.batch, spec.has_seqused_k),
         )
 
-    def view(self, args: ForwardArgs, name: str, rows, heads, dim) -> cute.Tensor:
+    def view(self, args: ForwardArguments, name: str, rows, heads, dim) -> cute.Tensor:
         """(rows, dim, heads, batch) view of an argument; a packed one is a single sequence."""
         stride_batch, stride_seqlen, stride_head = (
             cute.assume(getattr(args, f"{name}_stride_{mode}"), divby=8)
@@ -718,9 +667,7 @@ class FlashAttentionForwardSm90:
         pipes.v.consumer_release(v_state)
         self.round_weights(weights, c.rP)
         if is_outgrown:
-            softmax.catch_up(
-                S, c.row_max, c.row_sum, c.o_scale, block_sum, scale_log2, headroom
-            )
+            softmax.catch_up(S, c.row_max, c.row_sum, c.o_scale, block_sum, scale_log2, headroom)
             self.round_weights(acc_S, c.rP)
             softmax.scale_rows(as_rows_cols(c.acc_O), c.o_scale)
         else:
@@ -747,7 +694,7 @@ class FlashAttentionForwardSm90:
         factor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         sink_log2 = None
-        if const_expr(p.mSink is not None):
+        if const_expr(self.spec.sink_dtype is not None):
             sink_log2 = p.mSink[tile.head].to(Float32) * softmax.LOG2_E
         softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sink_log2)
         batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch

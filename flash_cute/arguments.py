@@ -1,0 +1,69 @@
+"""The launch arguments of the forward kernels: one list for compiling, launching and kernels.
+
+Plain Python, so that a launch needs no DSL: the compiled function takes these values by position.
+Kernels map the kinds to their own types when they are compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+Address = Annotated[int, "address"]  # on the device; 0 where the specialization has no such tensor
+Int32 = Annotated[int, "int32"]
+Int64 = Annotated[int, "int64"]
+Float32 = Annotated[float, "float32"]
+Stream = Annotated[int, "stream"]
+
+NUM_ADDRESSES = 11  # they come first
+
+
+class ForwardArguments(NamedTuple):
+    """Launch arguments in order.
+
+    Shapes: q, k, v, out: (batch, seqlen, heads, dim), packed (total, heads, dim); last stride 1,
+            addresses and the other strides multiples of 16 bytes; rows_q, rows_k: seqlen or total
+            lse: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), f32
+            tile_counter: one int32, zero between launches; 0 where every CTA has one tile
+            cu_seqlens: (batch + 1,), seqused: (batch,) int32; sink: (num_heads_q,)
+    Units:  strides in elements; window bounds and chunk in keys; scale_log2 is |softmax_scale| *
+            log2(e), with a softcap the signed softmax_scale / softcap
+    """
+
+    q: Address
+    k: Address
+    v: Address
+    out: Address
+    lse: Address
+    tile_counter: Address
+    cu_seqlens_q: Address
+    cu_seqlens_k: Address
+    seqused_q: Address
+    seqused_k: Address
+    sink: Address
+    batch: Int32
+    rows_q: Int32
+    rows_k: Int32
+    num_heads_q: Int32
+    num_heads_kv: Int32
+    head_dim: Int32
+    head_dim_v: Int32
+    q_stride_batch: Int64
+    q_stride_seqlen: Int64
+    q_stride_head: Int64
+    k_stride_batch: Int64
+    k_stride_seqlen: Int64
+    k_stride_head: Int64
+    v_stride_batch: Int64
+    v_stride_seqlen: Int64
+    v_stride_head: Int64
+    out_stride_batch: Int64
+    out_stride_seqlen: Int64
+    out_stride_head: Int64
+    scale_log2: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    chunk: Int32
+    section: Int32
+    num_ctas: Int32
+    stream: Stream

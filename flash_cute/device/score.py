@@ -1,0 +1,320 @@
+"""Run a user's score_mod or mask_mod on one element while a kernel is traced.
+
+A portable callback gets traced values (``traced.py``) and, in place of the tensors it captured,
+stand-ins that load from launch arguments. A native one gets the CuTe values as they are. What the
+user's function does that has no code is refused with its file and line.
+
+The launch arguments of a captured tensor are flat: address, sizes, and the strides that are not
+known to be 1; ``tensor_args`` and ``tensors_from`` are the two ends of that convention in device
+code, ``Callback.launch_arguments`` is the host's.
+"""
+
+import linecache
+
+import cutlass.cute as cute
+import cutlass.cute.runtime as runtime
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Float16,
+    Float32,
+    Float64,
+    Int8,
+    Int16,
+    Int32,
+    Int64,
+    Uint8,
+    Uint32,
+)
+
+from flash_cute.capture import nested_codes
+from flash_cute.device.traced import (
+    INT_RANGES,
+    TracedValue,
+    Untraceable,
+    convert,
+    dtype_name_of,
+    index_value,
+    is_float,
+    operand,
+    promote,
+    select,
+)
+from flash_cute.errors import FlashCuteError, InvalidProblem, UnsupportedProblem
+from flash_cute.variant import HOST, NATIVE, torch_dtype
+
+ELEMENT_TYPES = {
+    "bool": Uint8,
+    "uint8": Uint8,
+    "int8": Int8,
+    "int16": Int16,
+    "int32": Int32,
+    "int64": Int64,
+    "float16": Float16,
+    "bfloat16": BFloat16,
+    "float32": Float32,
+    "float64": Float64,
+}
+
+
+# ---- Launch arguments ----------------------------------------------------------------------------
+
+
+def tensor_args(key):
+    """Return placeholders for the captured tensors of a CallbackKey, for ``compile_args``."""
+    args = []
+    for facts in key.tensors:
+        kind = ELEMENT_TYPES[facts.dtype]
+        align = kind.width // 8
+        args.append(runtime.make_ptr(kind, align, cute.AddressSpace.gmem, assumed_align=align))
+        args += [Int32(1)] * facts.rank
+        args += [Int64(1)] * sum(stride < 0 for stride in facts.strides)
+    return tuple(args)
+
+
+def tensors_from(key, args):
+    """Make the tensors of a CallbackKey out of launch arguments, in the order of the key."""
+    tensors, values = [], iter(args)
+    for facts in key.tensors:
+        pointer = next(values)
+        sizes = tuple(next(values) for _ in range(facts.rank))
+        strides = tuple(stride if stride > 0 else next(values) for stride in facts.strides)
+        layout = cute.make_layout(sizes or (1,), stride=strides or (1,))
+        tensors.append(cute.make_tensor(pointer, layout))
+    return tuple(tensors)
+
+
+def load_scalars(key, tensors):
+    """Replace the 0-dim tensors by their values, to load them once and not for every element."""
+    pairs = zip(key.tensors, tensors, strict=True)
+    return tuple(tensor if facts.rank else tensor[0] for facts, tensor in pairs)
+
+
+# ---- Captured tensors ----------------------------------------------------------------------------
+
+
+def loaded(dtype, value):
+    """Wrap an element as it lies in memory."""
+    if dtype == "bool":
+        return TracedValue("bool", value != Uint8(0), (0, 1))
+    if is_float(dtype):
+        return TracedValue(dtype, value if dtype == "float64" else value.to(Float32))
+    return TracedValue(dtype, value if dtype == "int64" else value.to(Int32), INT_RANGES[dtype])
+
+
+class CapturedTensor:
+    """Stands for a captured tensor: indexing it with one index per dimension loads an element.
+
+    Indices may come in several steps, ``table[h][q_idx]``. Negative ones count from the end, as in
+    torch. What lies outside is clamped into the tensor: torch would refuse it, a kernel cannot, and
+    must not read elsewhere.
+    """
+
+    __hash__ = None
+    __array_ufunc__ = None
+    device = HOST
+
+    def __init__(self, tensor, facts, fixed=None, cast=None):
+        self._tensor = tensor
+        self._facts = facts
+        self._fixed = (None,) * facts.rank if fixed is None else fixed  # an index, or open
+        self._cast = cast
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", str(func))
+        for value in args:
+            if isinstance(value, CapturedTensor):
+                value.traced_operand(f"torch.{name}")
+        raise Untraceable(f"torch.{name} of a captured tensor: index it first")
+
+    def traced_operand(self, what="an operation"):
+        """Refuse to be an operand: this still has dimensions."""
+        raise Untraceable(
+            f"{what} on a whole captured tensor of {self.ndim} dimensions: index it down to one "
+            "element, as in table[h, q_idx]"
+        )
+
+    @property
+    def dtype(self):
+        """The torch dtype."""
+        return torch_dtype(self._cast or self._facts.dtype)
+
+    @property
+    def ndim(self):
+        """The number of dimensions that are not indexed yet."""
+        return sum(index is None for index in self._fixed)
+
+    def dim(self):
+        """Return the number of dimensions that are not indexed yet."""
+        return self.ndim
+
+    @property
+    def shape(self):
+        """The sizes of the open dimensions: launch arguments, so traced values."""
+        sizes = self._tensor.shape
+        return tuple(
+            TracedValue("int64", Int32(size), (0, INT_RANGES["int32"][1]))
+            for size, index in zip(sizes, self._fixed, strict=True)
+            if index is None
+        )
+
+    def size(self, dim=None):
+        """Return the sizes, or one of them."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *args, **kwargs):
+        """Convert what will be loaded to another dtype; devices do not matter."""
+        dtypes = [*args, *(kwargs[name] for name in ("dtype",) if name in kwargs)]
+        names = [dtype_name_of(x) for x in dtypes if str(x).startswith("torch.")]
+        return CapturedTensor(self._tensor, self._facts, self._fixed, (names or [self._cast])[0])
+
+    def __getattr__(self, name):
+        casts = {"float": "float32", "half": "float16", "bfloat16": "bfloat16", "double": "float64"}
+        casts |= {"long": "int64", "int": "int32", "bool": "bool"}
+        if name in casts:
+            return lambda: CapturedTensor(self._tensor, self._facts, self._fixed, casts[name])
+        if name in ("contiguous", "detach", "clone"):
+            return lambda: self
+        raise Untraceable(
+            f".{name} of a captured tensor is not available in a kernel: do it outside the callback"
+        )
+
+    def __len__(self):
+        raise Untraceable("len() of a captured tensor is not known: use table.shape[0]")
+
+    def __iter__(self):
+        raise Untraceable("iteration over a captured tensor: index it")
+
+    def __bool__(self):
+        raise Untraceable("the truth of a captured tensor is not known: index it and compare")
+
+    def __getitem__(self, index):
+        given = _expanded(index if isinstance(index, tuple) else (index,), self.ndim)
+        fixed, given = list(self._fixed), iter(given)
+        for dimension, known in enumerate(self._fixed):
+            if known is None:
+                found = next(given, None)
+                if found is not None:
+                    fixed[dimension] = _position(found, self._tensor.shape[dimension])
+        if None in fixed:
+            return CapturedTensor(self._tensor, self._facts, tuple(fixed), self._cast)
+        coordinates = fixed[0] if len(fixed) == 1 else tuple(fixed)
+        value = loaded(self._facts.dtype, self._tensor[coordinates])
+        return value if self._cast is None else convert(value, self._cast)
+
+    def __setitem__(self, index, value):
+        raise Untraceable("assignment into a captured tensor: a callback only computes its result")
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lt le gt ge eq ne".split():
+    _refuse = lambda self, *other, _name=_name: self.traced_operand(f"the operator {_name}")
+    setattr(CapturedTensor, f"__{_name}__", _refuse)
+    setattr(CapturedTensor, f"__r{_name}__", _refuse)
+for _name in "neg abs invert".split():
+    setattr(CapturedTensor, f"__{_name}__", lambda self: self.traced_operand())
+
+
+def _expanded(index, ndim):
+    """Spell an index out: Ellipsis and ``:`` become None, dimensions that stay open."""
+    if any(item is None for item in index):
+        raise Untraceable("indexing with None: a callback works on one element")
+    if any(item is Ellipsis for item in index):
+        position = next(i for i, item in enumerate(index) if item is Ellipsis)
+        fill = (slice(None),) * (ndim - len(index) + 1)
+        index = (*index[:position], *fill, *index[position + 1 :])
+    if len(index) > ndim:
+        raise Untraceable(f"{len(index)} indices of a tensor with {ndim} dimensions")
+    for item in index:
+        if isinstance(item, slice) and item != slice(None):
+            raise Untraceable("slices of a captured tensor: slice it outside, or add to the index")
+    return [None if isinstance(item, slice) else item for item in index]
+
+
+def _position(index, size):
+    """Turn one index into an Int32 that lies within the dimension."""
+    index = operand(index)
+    kind = promote(index)
+    if is_float(kind) or kind == "bool":
+        raise Untraceable(f"an index of {kind}: expected an integer, convert it with .long()")
+    index = convert(index, kind)
+    value, last = index.value, size - 1
+    if index.bounds[0] < 0:
+        shifted = value + type(value)(size)
+        value = shifted if index.bounds[1] < 0 else select(value < type(value)(0), shifted, value)
+    if isinstance(value, Int64):
+        value = cute.math.min(cute.math.max(value, Int64(0)), Int64(last))
+        return value.to(Int32)
+    # As unsigned numbers, negative ones are beyond the end too.
+    return cute.math.min(Uint32(value), Uint32(last)).to(Int32)
+
+
+# ---- Tracing -------------------------------------------------------------------------------------
+
+
+def trace_score_mod(callback, score, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
+    """Return the new score of one element.
+
+    Shapes:   score Float32; b, h, q_idx, kv_idx Int32; tensors: those of callback.key, in order,
+              0-dim ones as tensors of one element or as values (``load_scalars``)
+    Units:    indices are within the sequence, h is the query head, all below INDEX_LIMIT
+    Raises:   UnsupportedProblem naming the line of the user's function, while tracing
+    """
+    if callback.key.form == NATIVE:
+        function = callback.with_tensors(())
+        named = {"q_idx": q_idx, "kv_idx": kv_idx, "seqlen_info": seqlen_info}
+        return Float32(function(score, b, h, **named, aux_tensors=tensors))
+    indices = (index_value(index) for index in (b, h, q_idx, kv_idx))
+    result = _traced(callback, tensors, (TracedValue("float32", Float32(score)), *indices))
+    return convert(result, "float32").value
+
+
+def trace_mask_mod(callback, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
+    """Return whether the key of one element is visible; otherwise as ``trace_score_mod``."""
+    if callback.key.form == NATIVE:
+        function = callback.with_tensors(())
+        return Boolean(function(b, h, q_idx, kv_idx, seqlen_info, tensors))
+    indices = (index_value(index) for index in (b, h, q_idx, kv_idx))
+    result = _traced(callback, tensors, tuple(indices))
+    if promote(result) != "bool":
+        raise InvalidProblem(f"mask_mod returned torch.{promote(result)}, expected torch.bool")
+    return convert(result, "bool").value
+
+
+def _traced(callback, tensors, args):
+    """Call a portable callback, and say where it went wrong if it did."""
+    stand_ins = []
+    for facts, tensor in zip(callback.key.tensors, tensors, strict=True):
+        if facts.rank:
+            stand_ins.append(CapturedTensor(tensor, facts))
+        else:
+            value = tensor[0] if isinstance(tensor, cute.Tensor) else tensor
+            stand_ins.append(loaded(facts.dtype, value))
+    function = callback.with_tensors(tuple(stand_ins))
+    try:
+        result = function(*args)
+        if result is None:
+            raise Untraceable("it returned None, expected a value: is there a return?")
+        return operand(result)
+    except FlashCuteError:
+        raise
+    except Exception as error:
+        what = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
+        raise UnsupportedProblem(
+            f"{callback.label} cannot be compiled, {_where(callback, error)}: {what}{error}"
+        ) from error
+
+
+def _where(callback, error):
+    """Name the line of the user's function that an error came through."""
+    codes = set().union(*(nested_codes(code) for code in callback.codes))
+    frame, found = error.__traceback__, None
+    while frame is not None:
+        if frame.tb_frame.f_code in codes:
+            found = (frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+        frame = frame.tb_next
+    if found is None:
+        code = callback.codes[0] if callback.codes else None
+        return "in its result" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    line = linecache.getline(*found).strip()
+    return f"{found[0]}:{found[1]}" + (f" `{line}`" if line else "")

@@ -1,0 +1,272 @@
+"""What a call does on the GPU, worked out once: launch arguments, outputs, workspace.
+
+A `LaunchPlan` belongs to one set of shapes, strides and options. Only addresses vary afterwards, so
+that running it costs a few microseconds of host time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flash_cute import selection
+from flash_cute.arguments import NUM_ADDRESSES, ForwardArguments
+from flash_cute.cache import Executable
+from flash_cute.errors import UnsupportedProblem
+from flash_cute.problem import AttentionInputs, AttentionProblem
+from flash_cute.target import Target
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Addresses = tuple[int, ...]
+
+LOG2_E = math.log2(math.e)
+SMALLEST_SCALE = 2.0**-126  # stands for 0, which times the -inf of a masked score would be NaN
+ALIGNMENT = 16  # bytes: what TMA and the 16-byte stores ask of addresses and strides
+TMA_STRIDE_LIMIT = 2**40  # bytes
+L2_SECTION_BYTES = 16 * 2**20  # K and V of the heads in flight; a third of an H200's L2
+LARGEST_BOUND = 2**30  # window bounds and chunks beyond it are cut: no sequence is as long
+
+# torch's own short cuts, without checks and objects: 0.1 µs instead of 1. The names are private, so
+# each has the public function behind it.
+_torch_c: Any = getattr(torch, "_C")  # noqa: B009
+_guards: Any = getattr(getattr(_torch_c, "_dynamo", None), "guards", None)
+
+
+def _raw_stream(device_index: int) -> int:
+    return torch.cuda.current_stream(device_index).cuda_stream
+
+
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+current_device: Callable[[], int] = getattr(_torch_c, "_cuda_getDevice", torch.cuda.current_device)
+raw_stream: Callable[[int], int] = getattr(_torch_c, "_cuda_getCurrentRawStream", _raw_stream)
+is_capturing: Callable[[], bool] = getattr(
+    _torch_c, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+# An uninitialised tensor on the current device; Inductor's generated code allocates with this.
+empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _empty)
+
+
+class TileCounters:
+    """Zeroed int32 counters in the memory of one device, for the kernels' tile schedulers.
+
+    A kernel leaves its counter at zero, so launches that follow one another share one; launches
+    that may overlap must not. Eager launches have one counter per stream; every captured launch has
+    one of its own, since graphs may be replayed beside anything.
+    """
+
+    SLOTS = 4096
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slots: torch.Tensor | None = None
+        self._used = 0
+        self._by_stream: dict[int, int] = {}
+        self._zeroed_by_launch: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def of_stream(self, stream: int) -> int:
+        """Return the address of the counter of eager launches on a stream."""
+        address = self._by_stream.get(stream)
+        if address is None:
+            with self._lock:
+                if self._slots is None:
+                    self._slots = torch.zeros(self.SLOTS, dtype=torch.int32, device=self._device)
+                    # Zero before any other stream may read them.
+                    torch.cuda.current_stream(self._device).synchronize()
+                address = self._by_stream.setdefault(stream, self._take())
+        return address
+
+    def of_capture(self) -> int:
+        """Return the address of a counter for one captured launch."""
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> int:
+        if self._slots is None or self._used == self.SLOTS:
+            # Zeroed on the stream itself, which inside a capture is one more node of the graph.
+            self._zeroed_by_launch.append(torch.zeros(1, dtype=torch.int32, device=self._device))
+            return self._zeroed_by_launch[-1].data_ptr()
+        self._used += 1
+        return self._slots.data_ptr() + 4 * (self._used - 1)
+
+    def is_clean(self) -> bool:
+        """Whether all shared counters are zero; waits for the device (for tests)."""
+        return self._slots is None or not bool(self._slots.any())
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What a call with these shapes, strides and options does; the addresses are all that varies.
+
+    Shapes: arguments: those of ForwardArguments between the addresses and the stream
+            counters: None where every CTA has one tile and none is counted
+    Contract: run on tensors of exactly the layout it was made for, with aligned addresses, while
+              their device is the current one.
+    """
+
+    executable: Executable
+    arguments: tuple[int | float, ...]
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    lse_shape: tuple[int, ...] | None
+    lse_strides: tuple[int, ...]
+    dtype: torch.dtype
+    device_index: int
+    counters: TileCounters | None
+
+    def run(self, qkv: Addresses, extras: Addresses, out: torch.Tensor | None = None) -> Result:
+        """Launch on the current stream; returns out, or (out, lse).
+
+        Args:
+            qkv: addresses of q, k, v.
+            extras: addresses from cu_seqlens_q on, 0 for what is absent.
+        """
+        stream = raw_stream(self.device_index)
+        counter, counters = 0, self.counters
+        if counters is not None:
+            counter = counters.of_capture() if is_capturing() else counters.of_stream(stream)
+        if out is None:
+            out = empty(self.out_shape, self.out_strides, self.dtype)
+        lse, lse_address = None, 0
+        if self.lse_shape is not None:
+            lse = empty(self.lse_shape, self.lse_strides, torch.float32)
+            lse_address = lse.data_ptr()
+        results = (out.data_ptr(), lse_address, counter)
+        self.executable(*qkv, *results, *extras, *self.arguments, stream)
+        return out if lse is None else (out, lse)
+
+
+def make_plan(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    kernel_key: selection.KernelKey,
+    target: Target,
+    executable: Executable,
+) -> LaunchPlan:
+    """Work out the launch of a problem on readable tensors laid out like `inputs`.
+
+    Raises: UnsupportedProblem when there are more query tiles than can be counted.
+    """
+    p, q, k, out = problem, inputs.q, inputs.k, inputs.out
+    out_shape = (*q.shape[:-1], p.head_dim_v)
+    lse_shape = result_lse_shape(problem, inputs) if p.return_lse else None
+    rows_q, rows_k = q.shape[-3], k.shape[-3]
+    tile_m = kernel_key.config.tile_m
+    blocks = rows_q // tile_m + p.batch if p.is_packed_q else p.batch * -(-rows_q // tile_m)
+    num_tiles = blocks * p.num_heads_q
+    if num_tiles >= 2**31 - target.num_sms:
+        raise UnsupportedProblem(
+            f"the problem has {num_tiles} query tiles, at most 2**31: split it"
+        )
+    num_ctas = min(target.num_sms, num_tiles)
+    out_strides = contiguous_strides(out_shape)
+    arguments = ForwardArguments(
+        **dict.fromkeys(ForwardArguments._fields[:NUM_ADDRESSES], 0),
+        batch=p.batch,
+        rows_q=rows_q,
+        rows_k=rows_k,
+        num_heads_q=p.num_heads_q,
+        num_heads_kv=p.num_heads_kv,
+        head_dim=p.head_dim,
+        head_dim_v=p.head_dim_v,
+        **_strides("q", q.shape, q.stride()),
+        **_strides("k", k.shape, k.stride()),
+        **_strides("v", inputs.v.shape, inputs.v.stride()),
+        **_strides("out", out_shape, out_strides if out is None else out.stride()),
+        **_numbers(problem),
+        section=section_heads(problem),
+        num_ctas=num_ctas,
+        stream=0,
+    )
+    return LaunchPlan(
+        executable=executable,
+        arguments=tuple(arguments[NUM_ADDRESSES:-1]),
+        out_shape=out_shape,
+        out_strides=out_strides,
+        lse_shape=lse_shape,
+        lse_strides=() if lse_shape is None else contiguous_strides(lse_shape),
+        dtype=p.dtype,
+        device_index=q.get_device(),
+        counters=tile_counters(q.get_device()) if num_ctas < num_tiles or p.is_packed_q else None,
+    )
+
+
+def _numbers(p: AttentionProblem) -> dict[str, Any]:
+    """The run-time numbers of scores and mask."""
+    scale_log2 = max(abs(p.softmax_scale) * LOG2_E, SMALLEST_SCALE)
+    bounds = {"window_left": p.visible_left, "window_right": p.visible_right}
+    return {
+        "scale_log2": p.softmax_scale / p.softcap if p.softcap else scale_log2,
+        "softcap": p.softcap,
+        **{name: _clamp(0 if bound is None else bound) for name, bound in bounds.items()},
+        "chunk": _clamp(p.attention_chunk),
+    }
+
+
+def _clamp(bound: int) -> int:
+    return max(-LARGEST_BOUND, min(LARGEST_BOUND, bound))
+
+
+def _strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, Any]:
+    """Strides of one operand in elements; a packed one has no batch.
+
+    TMA checks every stride, also the one of an extent of 1, which is never walked and may be odd.
+    """
+    unused = ALIGNMENT // 2
+    walked = [s if n > 1 else unused for s, n in zip(strides[:-1], shape[:-1], strict=True)]
+    batch, seqlen, head = [unused] * (3 - len(walked)) + walked
+    return {
+        f"{name}_stride_batch": batch,
+        f"{name}_stride_seqlen": seqlen,
+        f"{name}_stride_head": head,
+    }
+
+
+def section_heads(problem: AttentionProblem) -> int:
+    """(batch, query head) pairs that run together: their K and V share the L2 cache."""
+    p = problem
+    bytes_per_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+    kv_heads = max(1, L2_SECTION_BYTES // max(1, bytes_per_head))
+    return min(p.batch * p.num_heads_q, kv_heads * p.group)
+
+
+def result_lse_shape(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[int, ...]:
+    """Shape of the log-sum-exp: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q)."""
+    *batch, rows, heads, _ = inputs.q.shape
+    return (*batch, heads, rows)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether TMA and 16-byte stores can work on a tensor as it lies in memory."""
+    size = tensor.element_size()
+    strides = [
+        s * size for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1
+    ]
+    return (
+        tensor.data_ptr() % ALIGNMENT == 0
+        and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
+        and all(0 <= s < TMA_STRIDE_LIMIT and s % ALIGNMENT == 0 for s in strides)
+    )
+
+
+@functools.cache
+def tile_counters(device_index: int) -> TileCounters:
+    """Return the counters of a device."""
+    return TileCounters(torch.device("cuda", device_index))
