@@ -25,8 +25,10 @@ from flash_cute.errors import (
     UnsupportedProblem,
 )
 from flash_cute.features import Feature
+from flash_cute.flex import flex_attention
 from flash_cute.problem import AttentionProblem, Support
 from flash_cute.target import Target
+from flash_cute.variant import and_masks, or_masks
 
 if TYPE_CHECKING:
     from flash_cute.cache import CacheInfo, cache_info, clear_cache
@@ -48,11 +50,14 @@ __all__ = [
     "Target",
     "UnsupportedProblem",
     "__version__",
+    "and_masks",
     "cache_info",
     "clear_cache",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flex_attention",
     "is_supported",
+    "or_masks",
     "reference_mask",
     "warmup",
 ]

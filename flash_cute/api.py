@@ -64,10 +64,11 @@ def flash_attn_func(
         softcap: c > 0 replaces each score by c * tanh(score / c).
         sink: one more logit per query head, natural units, neither scaled nor masked. It has no
             value; it counts in the denominator and in lse.
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score. Indices are
-            those within the sequence, h is the query head; all are integer tensors that broadcast.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score of one element.
+            Indices are those within the sequence, h is the query head; all are 0-dim tensors.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns True where the key is visible.
-        block_mask: not available yet; refused.
+        block_mask: a BlockMask of torch.nn.attention.flex_attention, made for these lengths. Blocks
+            it does not name are hidden, its mask_mod applies in its partial blocks.
         pack_gqa: whether query heads that share a key head share a tile. None lets the package
             choose; the result is the same.
         num_splits: number of parts the keys are split into. 1 is no split, 0 lets the package
@@ -112,7 +113,7 @@ def flash_attn_func(
         out=out,
         kernel=kernel,
     )
-    return _attention(*attention_request(q, k, v, options, DENSE), key)
+    return attend(*attention_request(q, k, v, options, DENSE), key)
 
 
 def flash_attn_varlen_func(
@@ -206,7 +207,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         page_table=page_table,
     )
-    return _attention(*attention_request(q, k, v, options, lengths), key)
+    return attend(*attention_request(q, k, v, options, lengths), key)
 
 
 def is_supported(
@@ -284,7 +285,12 @@ def reference_mask(
     return reference.visibility(problem, inputs)
 
 
-def _attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable = None) -> Result:
+def attend(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable = None) -> Result:
+    """Run a validated request: a kernel on a GPU, the reference on the CPU.
+
+    Args:
+        key: where ``launch.recall`` will look for this call; None remembers nothing.
+    """
     if problem.device.type == "cpu":
         return _attention_cpu(problem, inputs)
     return launch.attention(problem, inputs, key)
@@ -316,9 +322,7 @@ def _support(problem: AttentionProblem, inputs: AttentionInputs | None) -> Suppo
 
 
 def _support_cpu(problem: AttentionProblem, inputs: AttentionInputs | None) -> Support:
-    """The reference covers the whole contract but for what is refused on every device."""
-    if problem.has_block_mask:
-        return Support(reason="block_mask is not available yet on any device")
+    """The reference covers the whole contract."""
     if inputs is not None and inputs.kernel is not None:
         name = inputs.kernel.__name__
         return Support(reason=f"kernel is {name}, expected None: the CPU has the reference only")

@@ -12,15 +12,16 @@ Every refusal reads ``<argument> is <got>, expected <expected> (<why>)``.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
 
+from flash_cute.block_mask import BlockStructure, block_structure
 from flash_cute.errors import InvalidProblem, UnsupportedProblem
 from flash_cute.features import Feature
+from flash_cute.variant import NATIVE, Callback, as_callback, callback_form
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _CPU_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
@@ -263,6 +264,8 @@ class AttentionInputs:
             cu_seqlens_q, cu_seqlens_k (batch + 1,) int32 contiguous; seqused_q, seqused_k (batch,)
             int32 contiguous; page_table (batch, max_pages) int32; sink (num_heads_q,) contiguous
             q, k, v, out and page_table have last stride 1 and any other strides
+    Units:  the callbacks are those of the functions of the same name, on a GPU only; those of the
+            block mask's own mask_mod are in block_callback
     """
 
     q: torch.Tensor
@@ -276,9 +279,18 @@ class AttentionInputs:
     sink: torch.Tensor | None = None
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
-    block_mask: object | None = None
+    block_mask: BlockStructure | None = None
+    score_callback: Callback | None = None
+    mask_callback: Callback | None = None
+    block_callback: Callback | None = None
     out: torch.Tensor | None = None
     kernel: type[Any] | None = None
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """The callbacks that a kernel runs."""
+        found = (self.score_callback, self.mask_callback, self.block_callback)
+        return tuple(callback for callback in found if callback is not None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -298,11 +310,14 @@ def attention_request(
     """Build and validate the problem and the inputs of one call, reading no device memory.
 
     Raises: InvalidProblem naming the argument, what came and what was expected;
-            UnsupportedProblem for a block mask and for fp8.
+            UnsupportedProblem for fp8, a block mask of ragged sequences, native callbacks on the
+            CPU and callbacks on a GPU that cannot be keyed.
     """
     _check_operands(q, k, v, lengths)
     batch = _check_lengths(q, k, lengths)
-    _check_callbacks(options)
+    _check_callbacks(options, q.device)
+    structure = _block_structure(q, k, options, lengths)
+    inputs = _inputs(q, k, v, options, lengths, structure)
     num_heads_q, head_dim = q.shape[-2], q.shape[-1]
     _check_sink(options.sink, num_heads_q, q.device)
     window_left, window_right = _window_pair(options.window_size)
@@ -326,7 +341,8 @@ def attention_request(
         has_sink=options.sink is not None,
         sink_dtype=None if options.sink is None else options.sink.dtype,
         has_score_mod=options.score_mod is not None,
-        has_mask_mod=options.mask_mod is not None,
+        has_mask_mod=options.mask_mod is not None or _has_mask(structure),
+        has_block_mask=structure is not None,
         is_packed_q=lengths.cu_seqlens_q is not None,
         is_packed_k=lengths.cu_seqlens_k is not None,
         has_seqused_q=lengths.seqused_q is not None,
@@ -335,15 +351,21 @@ def attention_request(
         pack_gqa=options.pack_gqa,
         num_splits=options.num_splits,
         return_lse=options.return_lse,
-        requires_grad=_requires_grad(q, k, v, options.sink),
+        requires_grad=_requires_grad(q, k, v, options.sink, *_captured(inputs)),
     )
     _check_out(options.out, q, k, v, problem.requires_grad)
-    return problem, _inputs(q, k, v, options, lengths)
+    return problem, inputs
 
 
 def _inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, lengths: Lengths
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    lengths: Lengths,
+    structure: BlockStructure | None,
 ) -> AttentionInputs:
+    block_mod = None if structure is None else structure.mask_mod
     return AttentionInputs(
         q=q,
         k=k,
@@ -356,9 +378,47 @@ def _inputs(
         sink=options.sink,
         score_mod=options.score_mod,
         mask_mod=options.mask_mod,
+        block_mask=structure,
+        score_callback=_callback("score_mod", options.score_mod, q.device),
+        mask_callback=_callback("mask_mod", options.mask_mod, q.device),
+        block_callback=_callback("mask_mod", block_mod, q.device),
         out=options.out,
         kernel=options.kernel,
     )
+
+
+def _callback(
+    kind: str, function: Callable[..., Any] | None, device: torch.device
+) -> Callback | None:
+    """Key a callback that a kernel will run; the reference runs any function, and keys none."""
+    if function is None or device.type == "cpu":
+        return None
+    callback = as_callback(function, kind)
+    callback.check_device(device)
+    return callback
+
+
+def _captured(inputs: AttentionInputs) -> list[torch.Tensor]:
+    return [tensor for callback in inputs.callbacks for tensor in callback.tensors]
+
+
+def _has_mask(structure: BlockStructure | None) -> bool:
+    return structure is not None and structure.mask_mod is not None
+
+
+def _block_structure(
+    q: torch.Tensor, k: torch.Tensor, options: Options, lengths: Lengths
+) -> BlockStructure | None:
+    if options.block_mask is None:
+        return None
+    ragged = [f.name for f in dataclasses.fields(lengths) if getattr(lengths, f.name) is not None]
+    if ragged:
+        raise UnsupportedProblem(
+            f"block_mask with {', '.join(ragged)} is not available yet on any device; "
+            "express the mask with mask_mod, causal, window_size or attention_chunk"
+        )
+    seqlens = (q.shape[1], k.shape[1])
+    return block_structure(options.block_mask, q.shape[0], q.shape[2], seqlens, q.device)
 
 
 def _requires_grad(*tensors: torch.Tensor | None) -> bool:
@@ -530,32 +590,17 @@ def _check_sink(sink: object, num_heads_q: int, device: torch.device) -> None:
     _check_last_stride("sink", tensor)
 
 
-def _check_callbacks(options: Options) -> None:
-    if options.block_mask is not None:
-        raise UnsupportedProblem(
-            "block_mask is not available yet on any device; "
-            "express the mask with mask_mod, causal, window_size or attention_chunk"
-        )
-    _check_callback("score_mod", options.score_mod, ("score", "b", "h", "q_idx", "kv_idx"))
-    _check_callback("mask_mod", options.mask_mod, ("b", "h", "q_idx", "kv_idx"))
+def _check_callbacks(options: Options, device: torch.device) -> None:
+    for kind, function in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
+        if function is None or callback_form(function, kind) != NATIVE:
+            continue
+        if device.type == "cpu":
+            raise UnsupportedProblem(
+                f"{kind} is in the native form, of CuTe values, which runs in GPU kernels only; "
+                "on the CPU the portable form runs"
+            )
     if options.kernel is not None and not isinstance(cast(object, options.kernel), type):
         _refuse("kernel", f"of type {type(options.kernel).__name__}", "a kernel class")
-
-
-def _check_callback(name: str, function: object, parameters: tuple[str, ...]) -> None:
-    if function is None:
-        return
-    expected = f"{name}({', '.join(parameters)})"
-    if not callable(function):
-        _refuse(name, f"of type {type(function).__name__}", f"a function {expected}")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # a built-in without a signature: the call itself will tell
-    try:
-        signature.bind(*parameters)
-    except TypeError:
-        _refuse(name, f"a function of {signature}", expected)
 
 
 def _check_out(
@@ -606,6 +651,8 @@ def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
         if inputs.seqused_k is not None:
             used = _to_list(inputs.seqused_k)
         _check_page_table(inputs.page_table, used, problem.page_size, num_pages=k.shape[0])
+    if inputs.block_mask is not None:
+        inputs.block_mask.check_indices()
 
 
 def _to_list(tensor: torch.Tensor) -> list[int]:

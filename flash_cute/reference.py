@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from flash_cute.errors import InvalidProblem
@@ -79,7 +80,7 @@ def visibility(problem: AttentionProblem, inputs: AttentionInputs) -> torch.Tens
     for span in _spans(problem, inputs):
         index = torch.tensor([span.b], device=visible.device)
         grid = _Grid.of(problem, index, (0, span.len_q), (0, span.len_k), span.len_k - span.len_q)
-        mask = _visible(problem, inputs.mask_mod, grid)
+        mask = _visible(problem, inputs, grid)
         visible[span.b, :, : span.len_q, : span.len_k] = True if mask is None else mask[0]
     return visible
 
@@ -288,7 +289,7 @@ class _Grid:
 
 
 def _visible(
-    problem: AttentionProblem, mask_mod: Callable[..., Any] | None, grid: _Grid
+    problem: AttentionProblem, inputs: AttentionInputs, grid: _Grid
 ) -> torch.Tensor | None:
     """Which scores of a block are visible, all masks ANDed; None for all of them."""
     masks: list[torch.Tensor] = []
@@ -299,13 +300,10 @@ def _visible(
         masks.append(grid.kv_idx <= grid.diagonal + right)
     if chunk:
         masks.append(grid.kv_idx // chunk == grid.diagonal // chunk)  # floors, as Python does
-    if mask_mod is not None:
-        mask = torch.as_tensor(
-            mask_mod(grid.b, grid.h, grid.q_idx, grid.kv_idx), device=grid.b.device
-        )
-        if mask.dtype != torch.bool:
-            raise InvalidProblem(f"mask_mod returned {mask.dtype}, expected torch.bool")
-        masks.append(_broadcast("mask_mod", mask, grid.shape))
+    if inputs.mask_mod is not None:
+        masks.append(_mask(inputs.mask_mod, grid))
+    if inputs.block_mask is not None:
+        masks.append(_mask(inputs.block_mask.mask_of, grid))
     if not masks:
         return None
     visible = masks[0]
@@ -314,14 +312,56 @@ def _visible(
     return visible
 
 
-def _broadcast(name: str, result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    try:
-        return result.broadcast_to(shape)
-    except RuntimeError as error:
-        raise InvalidProblem(
-            f"{name} returned shape {tuple(result.shape)}, expected one that broadcasts to "
-            f"{tuple(shape)} (batch, heads, queries, keys)"
-        ) from error
+def _mask(mask_mod: Callable[..., Any], grid: _Grid) -> torch.Tensor:
+    mask = _per_element("mask_mod", mask_mod, grid)
+    if mask.dtype != torch.bool:
+        raise InvalidProblem(f"mask_mod returned {mask.dtype}, expected torch.bool")
+    return mask
+
+
+class _IndexByTensors(TorchFunctionMode):
+    """Makes ``table[h, q_idx]`` gather under vmap, where torch would read the indices as numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            table, given = args
+            index = given if isinstance(given, tuple) else (given,)
+            if any(isinstance(item, torch.Tensor) for item in index):
+                plain = [item for item in index if not isinstance(item, torch.Tensor)]
+                if all(isinstance(item, int) or item == slice(None) for item in plain):
+                    made = [None if isinstance(i, slice) else torch.as_tensor(i) for i in index]
+                    return torch.ops.aten.index(table, made)
+        return func(*args, **(kwargs or {}))
+
+
+def _per_element(
+    name: str, function: Callable[..., Any], grid: _Grid, scores: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Apply a callback, which is written for one element, to all elements of a block.
+
+    Shapes: (batch, num_heads_q, queries, keys), like scores
+    """
+    if not grid.shape.numel():  # the callback would index with nothing
+        empty = torch.empty(grid.shape, dtype=torch.bool, device=grid.b.device)
+        return empty if scores is None else scores
+
+    def one(*element: torch.Tensor) -> torch.Tensor:
+        result = torch.as_tensor(function(*element), device=grid.b.device)
+        if result.dim():
+            raise InvalidProblem(
+                f"{name} returned shape {tuple(result.shape)}, expected one that is (): a callback "
+                "computes one element"
+            )
+        return result
+
+    first = () if scores is None else (0,)
+    mapped: Callable[..., Any] = one
+    for axis in (3, 2, 1, 0):
+        dims = tuple(0 if index == axis else None for index in range(4))
+        mapped = torch.vmap(mapped, in_dims=first + dims)
+    indices = (index.flatten() for index in (grid.b, grid.h, grid.q_idx, grid.kv_idx))
+    with _IndexByTensors():
+        return mapped(*(() if scores is None else (scores,)), *indices)
 
 
 def _scores(sequences: _Sequences, scores: torch.Tensor, grid: _Grid) -> torch.Tensor:
@@ -330,10 +370,8 @@ def _scores(sequences: _Sequences, scores: torch.Tensor, grid: _Grid) -> torch.T
     if problem.softcap:
         scores = torch.tanh(scores / problem.softcap) * problem.softcap
     if inputs.score_mod is not None:
-        result = inputs.score_mod(scores, grid.b, grid.h, grid.q_idx, grid.kv_idx)
-        result = torch.as_tensor(result, device=scores.device).to(scores.dtype)
-        scores = _broadcast("score_mod", result, scores.shape)
-    visible = _visible(problem, inputs.mask_mod, grid)
+        scores = _per_element("score_mod", inputs.score_mod, grid, scores).to(scores.dtype)
+    visible = _visible(problem, inputs, grid)
     return scores if visible is None else scores.masked_fill(~visible, _NEG_INF)
 
 

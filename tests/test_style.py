@@ -31,7 +31,7 @@ MAX_PARAMETERS = 8
 # Files whose functions are traced by the DSL; a configuration beside a kernel is ordinary Python.
 DEVICE = re.compile(r"flash_cute/(device|sm80|sm90|sm100)/(?!config\.py)")
 # Files whose public functions take every option of the contract as a keyword.
-PUBLIC_API = {"flash_cute/api.py", "flash_cute/ops.py"}
+PUBLIC_API = {"flash_cute/api.py", "flash_cute/flex.py", "flash_cute/ops.py"}
 
 # "file" or "file:function" -> number of the entry in DECISIONS.md that allows it
 EXCEPTIONS: dict[str, int] = {}

@@ -98,9 +98,10 @@ class AttentionMask:
         if const_expr(self.has_begin):
             full_begin_key = self.begin_of(last_row, seqlen, bounds)
             full_begin = (full_begin_key + self.tile_n - 1) // self.tile_n
+            # Without a full block all are lower edge: a mask without `has_end` has no upper one.
             is_any_full = full_begin < full_end
-            full_begin = cutlass.select_(is_any_full, full_begin, begin)
-            full_end = cutlass.select_(is_any_full, full_end, begin)
+            full_begin = cutlass.select_(is_any_full, full_begin, end)
+            full_end = cutlass.select_(is_any_full, full_end, end)
         return BlockRange(begin, full_begin, full_end, end)
 
     @cute.jit

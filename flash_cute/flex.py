@@ -1,0 +1,138 @@
+"""``flex_attention`` with PyTorch's signature: code written for FlexAttention changes one import.
+
+Same layout, callbacks and ``BlockMask`` as ``torch.nn.attention.flex_attention``; the indices that
+callbacks see start at the top left, and causal is whatever the callback says. What PyTorch's
+function takes and this one cannot do is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from flash_cute import api
+from flash_cute.errors import InvalidProblem, UnsupportedProblem
+from flash_cute.problem import Options, attention_request
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Compute attention with a score_mod and a BlockMask, as PyTorch's flex_attention does.
+
+    Args:
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score of one element.
+        block_mask: a ``BlockMask``, made for these lengths. A block that it does not name is
+            hidden; its mask_mod is applied in its partial blocks and not in its full ones.
+        scale: factor of q·k; None is head_dim ** -0.5.
+        enable_gqa: allows fewer key heads than query heads, at a whole ratio.
+        return_lse: also return the log-sum-exp.
+        kernel_options: None, or empty: the options of PyTorch's kernels mean nothing here.
+        return_aux: an ``AuxRequest``; its lse is available, its max_scores is not.
+
+    Shapes: query (batch, num_heads_q, seqlen_q, head_dim); key (batch, num_heads_kv, seqlen_k,
+            head_dim), or a batch of 1 with a block mask of the whole batch; value like key with
+            head_dim_v. The result is (batch, num_heads_q, seqlen_q, head_dim_v), its dimensions in
+            memory in the order of query's; lse (batch, num_heads_q, seqlen_q) float32
+    Units:  lse in natural log.
+    Raises: InvalidProblem (a ValueError) for a wrong request, UnsupportedProblem (a
+            NotImplementedError) for one that nothing here does, on a GPU also for inputs that
+            require grad outside torch.no_grad().
+    """
+    _check_options(enable_gqa, return_lse, kernel_options, return_aux)
+    key, value = _check_tensors(query, key, value, block_mask, enable_gqa)
+    has_lse = return_lse or (return_aux is not None and return_aux.lse)
+    options = Options(
+        softmax_scale=scale, score_mod=score_mod, block_mask=block_mask, return_lse=has_lse
+    )
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    result = api.attend(*attention_request(q, k, v, options))
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out = _like(query, out.transpose(1, 2))
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def _check_options(
+    enable_gqa: bool, return_lse: bool, kernel_options: dict[str, Any] | None, return_aux: Any
+) -> None:
+    for name, option in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
+        if not isinstance(option, bool):
+            _refuse(name, repr(option), "True or False")
+    if kernel_options:
+        names = ", ".join(map(str, kernel_options))
+        raise UnsupportedProblem(
+            f"kernel_options has {names}, expected None: they tune PyTorch's own kernels"
+        )
+    if return_aux is None:
+        return
+    if return_lse:
+        raise InvalidProblem("return_lse and return_aux are both given, expected at most one")
+    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        got = f"of type {type(return_aux).__name__}"
+        _refuse("return_aux", got, "an AuxRequest of torch.nn.attention.flex_attention")
+    if return_aux.max_scores:
+        raise UnsupportedProblem("return_aux.max_scores is True, expected False: not available")
+
+
+def _check_tensors(
+    query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check what PyTorch's names and layout decide; returns key and value with the batch of query.
+
+    The rest is checked with the problem, which calls them q, k and v.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor):
+            _refuse(name, f"of type {type(tensor).__name__}", "a torch.Tensor")
+        if tensor.dim() != 4:
+            _refuse(f"{name}.dim()", tensor.dim(), 4, "(batch, heads, seqlen, head_dim)")
+        if tensor.dtype != query.dtype:
+            _refuse(f"{name}.dtype", tensor.dtype, query.dtype, "dtype of query")
+        if tensor.device != query.device:
+            _refuse(f"{name}.device", tensor.device, query.device, "device of query")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            _refuse(f"{name}.stride(-1)", tensor.stride(-1), 1, f"pass {name}.contiguous()")
+    if key.shape[-1] != query.shape[-1]:
+        _refuse("key.shape[-1]", key.shape[-1], query.shape[-1], "head_dim of query")
+    for axis in range(3):
+        if value.shape[axis] != key.shape[axis]:
+            _refuse(f"value.shape[{axis}]", value.shape[axis], key.shape[axis], "shape of key")
+    if key.shape[1] != query.shape[1] and not enable_gqa:
+        why = "heads of query; enable_gqa=True allows fewer"
+        _refuse("key.shape[1]", key.shape[1], query.shape[1], why)
+    batch = query.shape[0]
+    if key.shape[0] != batch:
+        has_batch = block_mask is not None and block_mask.kv_num_blocks.shape[0] == batch
+        if key.shape[0] != 1 or not has_batch:
+            why = "batch of query, or 1 with a block_mask of that batch"
+            _refuse("key.shape[0]", key.shape[0], batch, why)
+        key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (key, value))
+    return key, value
+
+
+def _like(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Lay out a result in memory in the order of query's dimensions, without gaps."""
+    order = sorted(range(4), key=lambda axis: (query.stride(axis), axis == 3), reverse=True)
+    order.append(order.pop(order.index(3)))  # the head dimension is the last one in memory
+    back = [order.index(axis) for axis in range(4)]
+    return out.permute(order).contiguous().permute(back)
+
+
+def _refuse(what: str, got: object, expected: object, why: str = "") -> NoReturn:
+    raise InvalidProblem(f"{what} is {got}, expected {expected}{f' ({why})' if why else ''}")
