@@ -26,7 +26,10 @@ class ForwardArguments(NamedTuple):
             tile_counter: one int32, zero between launches; 0 where every CTA has one tile
             cu_seqlens: (batch + 1,), seqused: (batch,) int32; sink: (num_heads_q,)
     Units:  strides in elements; window bounds and chunk in keys; scale_log2 is |softmax_scale| *
-            log2(e), with a softcap the signed softmax_scale / softcap
+            log2(e); the signed softmax_scale where a score_mod works on scaled scores, with a
+            softcap divided by it
+
+    The tensors that score_mod and mask_mod captured follow, as Callback.launch_arguments has them.
     """
 
     q: Address

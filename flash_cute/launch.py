@@ -7,6 +7,7 @@ one dict probe on what can be read off the tensors in two microseconds.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable
 
@@ -27,6 +28,7 @@ from flash_cute.plan import (
     result_lse_shape,
 )
 from flash_cute.problem import AttentionInputs, AttentionProblem
+from flash_cute.variant import Callback, as_callback
 
 MAX_PLANS = 4096
 
@@ -99,7 +101,9 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
     Raises: UnsupportedProblem, CompileDisallowed, CaptureError; all before anything is enqueued.
     """
     target = selection.current_target(problem.device)
-    kernel_key = selection.key_for(problem, target, inputs.kernel)
+    score_mod, mask_mod = _callbacks(inputs)
+    keys = (score_mod and score_mod.key, mask_mod and mask_mod.key)
+    kernel_key = selection.key_for(problem, target, inputs.kernel, keys)
     if inputs.q.numel() == 0 or inputs.k.numel() == 0:
         return _without_keys(problem, inputs)
     with torch.cuda.device(problem.device):
@@ -113,10 +117,21 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
             _plans[key] = plan
         addresses, _ = _describe(tuple(getattr(inputs, name) for name in EXTRAS))
         qkv = (inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr())
-        result = plan.run(qkv, addresses, inputs.out)
+        captured = [c.launch_arguments() for c in (score_mod, mask_mod) if c is not None]
+        result = plan.run(qkv, addresses, inputs.out, tuple(itertools.chain(*captured)))
     if given.out is not None and inputs.out is None:
         return _into(given.out, result)
     return result
+
+
+def _callbacks(inputs: AttentionInputs) -> tuple[Callback | None, Callback | None]:
+    """score_mod and mask_mod as they are now, their tensors where the kernel can read them."""
+    score_mod = inputs.score_mod and as_callback(inputs.score_mod, "score_mod")
+    mask_mod = inputs.mask_mod and as_callback(inputs.mask_mod, "mask_mod")
+    for callback in (score_mod, mask_mod):
+        if callback is not None:
+            callback.check_device(inputs.q.device)
+    return score_mod, mask_mod
 
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:

@@ -123,12 +123,19 @@ class LaunchPlan:
     device_index: int
     counters: TileCounters | None
 
-    def run(self, qkv: Addresses, extras: Addresses, out: torch.Tensor | None = None) -> Result:
+    def run(
+        self,
+        qkv: Addresses,
+        extras: Addresses,
+        out: torch.Tensor | None = None,
+        captured: tuple[int, ...] = (),
+    ) -> Result:
         """Launch on the current stream; returns out, or (out, lse).
 
         Args:
             qkv: addresses of q, k, v.
             extras: addresses from cu_seqlens_q on, 0 for what is absent.
+            captured: launch arguments of the tensors that callbacks captured.
         """
         stream = raw_stream(self.device_index)
         counter, counters = 0, self.counters
@@ -141,7 +148,7 @@ class LaunchPlan:
             lse = empty(self.lse_shape, self.lse_strides, torch.float32)
             lse_address = lse.data_ptr()
         results = (out.data_ptr(), lse_address, counter)
-        self.executable(*qkv, *results, *extras, *self.arguments, stream)
+        self.executable(*qkv, *results, *extras, *self.arguments, stream, *captured)
         return out if lse is None else (out, lse)
 
 
@@ -202,10 +209,12 @@ def make_plan(
 
 def _numbers(p: AttentionProblem) -> dict[str, Any]:
     """The run-time numbers of scores and mask."""
-    scale_log2 = max(abs(p.softmax_scale) * LOG2_E, SMALLEST_SCALE)
+    scale = max(abs(p.softmax_scale) * LOG2_E, SMALLEST_SCALE)
+    if p.softcap or p.has_score_mod:
+        scale = p.softmax_scale / (p.softcap or 1.0)
     bounds = {"window_left": p.visible_left, "window_right": p.visible_right}
     return {
-        "scale_log2": p.softmax_scale / p.softcap if p.softcap else scale_log2,
+        "scale_log2": scale,
         "softcap": p.softcap,
         **{name: _clamp(0 if bound is None else bound) for name, bound in bounds.items()},
         "chunk": _clamp(p.attention_chunk),

@@ -320,7 +320,7 @@ def _mask(mask_mod: Callable[..., Any], grid: _Grid) -> torch.Tensor:
 
 
 class _IndexByTensors(TorchFunctionMode):
-    """Makes ``table[h, q_idx]`` gather under vmap, where torch would read the indices as numbers."""
+    """Makes ``table[h, q_idx]`` gather under vmap, where torch would read indices as numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:

@@ -19,6 +19,7 @@ from flash_cute.problem import AttentionProblem, Support
 from flash_cute.sm90 import config as sm90
 from flash_cute.specialization import ForwardSpecialization
 from flash_cute.target import Target
+from flash_cute.variant import CallbackKey
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPE_NAMES = {**DTYPE_NAMES, torch.float32: "fp32"}
@@ -91,6 +92,8 @@ SM90 = Declaration(
             Feature.LSE,
             Feature.VARLEN,
             Feature.SEQUSED,
+            Feature.SCORE_MOD,
+            Feature.MASK_MOD,
             Feature.HEAD_DIM_V,
         }
     ),
@@ -141,11 +144,15 @@ def is_supported(problem: AttentionProblem, target: Target | None = None) -> Sup
 
 
 def key_for(
-    problem: AttentionProblem, target: Target, kernel: type[Any] | None = None
+    problem: AttentionProblem,
+    target: Target,
+    kernel: type[Any] | None = None,
+    callbacks: tuple[CallbackKey | None, CallbackKey | None] = (None, None),
 ) -> KernelKey:
     """Choose the kernel and its config for `problem` on `target`.
 
     Args:
+        callbacks: score_mod and mask_mod; needed to compile what the problem says it has.
         kernel: the kernel class that must be used, one of the package's own; None leaves the choice
             to the table.
     Raises: UnsupportedProblem with what each candidate lacks.
@@ -153,7 +160,7 @@ def key_for(
     candidates = [d for d in KERNELS if kernel is None or d.is_class(kernel)]
     for declaration in candidates:
         if not declaration.lacks(problem, target):
-            return _key(declaration, problem, target)
+            return _key(declaration, problem, target, callbacks)
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
 
 
@@ -164,7 +171,12 @@ def kernel_for(key: KernelKey) -> Any:
     return FlashAttentionForwardSm90(key.spec, key.config)
 
 
-def _key(declaration: Declaration, problem: AttentionProblem, target: Target) -> KernelKey:
+def _key(
+    declaration: Declaration,
+    problem: AttentionProblem,
+    target: Target,
+    callbacks: tuple[CallbackKey | None, CallbackKey | None],
+) -> KernelKey:
     p, right = problem, problem.visible_right
     sink_dtype = SINK_DTYPE_NAMES.get(p.sink_dtype or p.dtype, "fp32") if p.has_sink else None
     spec = ForwardSpecialization(
@@ -173,7 +185,7 @@ def _key(declaration: Declaration, problem: AttentionProblem, target: Target) ->
         tile_dv=declaration.tile_head_dim(p.head_dim_v),
         is_causal=right == 0,
         has_lse=p.return_lse,
-        negate_scores=p.softmax_scale < 0 and not p.softcap,
+        negate_scores=p.softmax_scale < 0 and not p.softcap and callbacks[0] is None,
         has_window_left=p.visible_left is not None,
         has_window_right=right is not None and right != 0,
         has_chunk=p.attention_chunk > 0,
@@ -183,6 +195,8 @@ def _key(declaration: Declaration, problem: AttentionProblem, target: Target) ->
         is_packed_k=p.is_packed_k,
         has_seqused_q=p.has_seqused_q,
         has_seqused_k=p.has_seqused_k,
+        score_mod=callbacks[0],
+        mask_mod=callbacks[1],
     )
     # A packed length is a hint that must not shape code.
     seqlen_k = sm90.LONG_SEQLEN if p.is_packed_k else p.seqlen_k

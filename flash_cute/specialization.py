@@ -7,6 +7,10 @@ Plain values only, so that a specialization can be a cache key and be read witho
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flash_cute.variant import CallbackKey
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class ForwardSpecialization:
     is_packed_k: bool = False
     has_seqused_q: bool = False
     has_seqused_k: bool = False
+    score_mod: CallbackKey | None = None
+    mask_mod: CallbackKey | None = None
+
+    @property
+    def modifies_scores(self) -> bool:
+        """Whether scores become scaled ones, in natural units, before the softmax."""
+        return self.has_softcap or self.score_mod is not None
 
     @property
     def is_ragged_k(self) -> bool:
@@ -42,6 +53,8 @@ class ForwardSpecialization:
     @property
     def label(self) -> str:
         """Readable part of the kernel's name, e.g. ``bf16_d192_v128_causal_lse``."""
+        score = self.score_mod.digest[:8] if self.score_mod else ""
+        mask = self.mask_mod.digest[:8] if self.mask_mod else ""
         parts = {
             self.dtype: True,
             f"d{self.tile_d}": True,
@@ -51,6 +64,8 @@ class ForwardSpecialization:
             "right": self.has_window_right,
             "chunk": self.has_chunk,
             "softcap": self.has_softcap,
+            f"score{score}": self.score_mod is not None,
+            f"mask{mask}": self.mask_mod is not None,
             f"sink{self.sink_dtype}": self.sink_dtype is not None,
             "packedq": self.is_packed_q,
             "packedk": self.is_packed_k,

@@ -92,6 +92,11 @@ class Callback:
                     f"{self.label} captures {name!r} on {tensor.device}, expected {device} "
                     f"(device of q): capture {name}.to(q.device)"
                 )
+            if not tensor.numel():
+                raise InvalidProblem(
+                    f"{self.label} captures {name!r} without elements, {tuple(tensor.shape)}: "
+                    "there is nothing to index"
+                )
 
 
 # ---- Forms ---------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ def _form(function: Callable[..., Any], kind: str) -> str:
     names = PARAMETERS[kind]
     extra = [signature.parameters.get(name) for name in NATIVE_PARAMETERS]
     if all(p is not None and p.default is p.empty for p in extra):
-        # score_mod takes the last four by name, mask_mod all six in order: as FlashAttention-4 does.
+        # As in FlashAttention-4, score_mod takes the last four by name, mask_mod six in order.
         by_name = (*names[3:], *NATIVE_PARAMETERS) if kind == "score_mod" else ()
         in_order = names[:3] if kind == "score_mod" else (*names, *NATIVE_PARAMETERS)
         if _takes(signature, in_order, by_name):
@@ -291,12 +296,10 @@ def _check_masks(mask_mods: tuple[Callable[..., Any], ...]) -> None:
 
 # ---- What device code needs to know of torch -----------------------------------------------------
 
+HOST = torch.device("cpu")
 _DTYPES = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a name in a key."""
     return _DTYPES[name]
-
-
-HOST = torch.device("cpu")

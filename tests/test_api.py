@@ -151,8 +151,10 @@ def test_out_is_written_and_returned(qkv: checks.Operands):
 def test_refusals_are_value_error_and_not_implemented_error(qkv: checks.Operands):
     with pytest.raises(ValueError, match=r"^k.shape\[-1\] is 8, expected 16 \(head_dim of q\)$"):
         flash_attn_func(qkv[0], qkv[1][..., :8], qkv[2])
-    with pytest.raises(NotImplementedError, match="^block_mask is not available yet on any device"):
-        flash_attn_func(*qkv, block_mask=object())
+    with pytest.raises(
+        NotImplementedError, match="^block_mask with seqused_k is not available yet"
+    ):
+        flash_attn_varlen_func(*qkv, seqused_k=int32(3, 4), block_mask=object())
     with pytest.raises(UnsupportedProblem, match="kernel is Mine, expected None: the CPU has the"):
         flash_attn_func(*qkv, kernel=type("Mine", (), {}))
 
@@ -189,7 +191,7 @@ def test_is_supported_says_why_not(qkv: checks.Operands):
     answer = is_supported(*qkv, softcap=-1.0)
     assert not answer and answer.reason == "softcap is -1.0, expected 0 (none) or a positive number"
     answer = is_supported(*qkv, block_mask=object())
-    assert not answer and answer.reason.startswith("block_mask is not available yet")
+    assert not answer and answer.reason.startswith("block_mask is of type object, expected a")
     answer = is_supported(*qkv, kernel=type("Mine", (), {}))
     assert not answer and answer.reason.startswith("kernel is Mine")
     assert not is_supported(qkv[0], qkv[1][..., :8], qkv[2])
@@ -208,8 +210,7 @@ def test_is_supported_takes_a_problem():
         "head_dim_v": 64,
     }
     assert is_supported(AttentionProblem(**facts))
-    answer = is_supported(AttentionProblem(**facts, has_block_mask=True))
-    assert not answer and answer.reason == "block_mask is not available yet on any device"
+    assert is_supported(AttentionProblem(**facts, has_block_mask=True))
 
 
 def test_is_supported_and_the_call_agree(qkv: checks.Operands):
@@ -323,8 +324,6 @@ def test_what_is_no_tensor_is_refused_beside_tensors_on_a_gpu(
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score},
-    "mask_mod": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx < 3},
     "split_kv": {"num_splits": 2},
     "pack_gqa": {"pack_gqa": True},
 }

@@ -486,9 +486,21 @@ def test_refusal_comes_before_the_values_are_looked_at():
     request(**paged(page_table=int32([-1, 99], [2**31 - 1, 0])))
 
 
-def test_block_mask_is_refused_on_every_device():
-    with pytest.raises(UnsupportedProblem, match="block_mask is not available yet on any device"):
-        request(block_mask=object())
+def test_block_mask_of_ragged_sequences_is_refused_on_every_device():
+    with pytest.raises(
+        UnsupportedProblem, match="block_mask with cu_seqlens_q, .* is not available"
+    ):
+        request(**packed(), block_mask=object())
+
+
+def test_native_callbacks_are_refused_on_the_cpu():
+    def native(
+        score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
+    ):
+        return score
+
+    with pytest.raises(UnsupportedProblem, match="score_mod is in the native form, of CuTe values"):
+        request(score_mod=native)
 
 
 def test_fp8_is_unsupported_rather_than_wrong():

@@ -369,27 +369,54 @@ def test_paged_without_seqused_uses_every_slot():
         assert torch.equal(tensor, want)
 
 
-def test_callbacks_see_positions_within_the_sequence():
-    seen: list[tuple[int, int, int, int]] = []
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The results of every callback on every block, in the order of the computation."""
+    results: list[torch.Tensor] = []
+    original = reference._per_element
 
-    def record(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        grid = torch.broadcast_tensors(b, h, q_idx, kv_idx)
-        seen.extend(zip(*(index.flatten().tolist() for index in grid), strict=True))
-        return score
+    def per_element(*arguments: Any) -> torch.Tensor:
+        results.append(original(*arguments))
+        return results[-1]
 
+    monkeypatch.setattr(reference, "_per_element", per_element)
+    return results
+
+
+def test_callbacks_see_positions_within_the_sequence(monkeypatch: pytest.MonkeyPatch):
+    results = recorded(monkeypatch)
     sequences, _ = alone()
     q, k, v = (pack([s[i] for s in sequences]) for i in range(3))
     lengths = Lengths(cu_seqlens_q=starts(LENGTHS_Q), cu_seqlens_k=starts(LENGTHS_K))
-    attention(q, k, v, lengths, score_mod=record)
+    score_mod = lambda s, b, h, i, j: 0 * s + ((b * 100 + h) * 100 + i) * 100 + j
+    with torch.no_grad():
+        attention(q, k, v, lengths, score_mod=score_mod)
+    seen = [int(code) for result in results for code in result.flatten().tolist()]
     sizes = zip(LENGTHS_Q, LENGTHS_K, strict=True)
     expected = [
-        (b, h, i, j)
+        ((b * 100 + h) * 100 + i) * 100 + j
         for b, (sq, sk) in enumerate(sizes)
         for h in range(2)
         for i in range(sq)
         for j in range(sk)
     ]
     assert sorted(seen) == sorted(expected)
+
+
+def test_callbacks_are_written_for_one_element():
+    """As under FlexAttention: 0-dim arguments, indexing in steps, plain integers as indices."""
+    q, k, v = operands(2, 9, 11)
+    seen: set[int] = set()
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        seen.update(x.dim() for x in (score, b, h, q_idx, kv_idx))
+        return score + TABLE[b][h][q_idx, kv_idx] + TABLE[0, :, q_idx, -1][h]
+
+    out, lse = attention(q, k, v, score_mod=score_mod)
+    bias = TABLE[:2, :2, :9, :11] + TABLE[0, :2, :9, -1:]
+    expected = checks.attention_by_definition(q, k, v, torch.ones(9, 11).bool(), bias=bias)
+    assert_equal(out, expected[0])
+    assert_equal(lse, expected[1])
+    assert seen == {0}
 
 
 # ---- Empty ---------------------------------------------------------------------------------------
@@ -635,13 +662,9 @@ def test_saved_for_backward_grows_linearly():
 def test_blocks_outside_a_window_are_not_computed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reference, "_BLOCK_Q", 16)
     monkeypatch.setattr(reference, "_BLOCK_K", 16)
-    pairs = 0
-
-    def count(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        nonlocal pairs
-        pairs += q_idx.numel() * kv_idx.numel()
-        return score
-
+    results = recorded(monkeypatch)
     q, k, v = operands(1, 512, 512)
-    attention(q, k, v, window_size=(8, 8), score_mod=count)
-    assert pairs <= 512 * (16 + 16 + 16)
+    with torch.no_grad():
+        attention(q, k, v, window_size=(8, 8), score_mod=lambda s, b, h, i, j: s)
+    num_heads = results[0].shape[1]
+    assert sum(result.numel() for result in results) <= num_heads * 512 * (16 + 16 + 16)

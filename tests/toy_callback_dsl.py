@@ -30,18 +30,16 @@ class ToyCallback:
         pointer = lambda kind: runtime.make_ptr(kind, 16, cute.AddressSpace.gmem, assumed_align=4)
         result = pointer(Float32) if self.is_score else pointer(Uint8)
         sizes = (Int32(1), Int32(1), Int32(1), Int32(1))
-        tensors = device_score.tensor_args(self.key)
-        return pointer(Float32), result, sizes, tensors, runtime.make_fake_stream()
+        numbers = (*sizes, *device_score.tensor_args(self.key))
+        return pointer(Float32), result, numbers, runtime.make_fake_stream()
 
     @cute.jit
-    def __call__(self, src: cute.Pointer, dst: cute.Pointer, sizes, tensors, stream: cuda.CUstream):
-        batch, heads, seqlen_q, seqlen_k = sizes
+    def __call__(self, src: cute.Pointer, dst: cute.Pointer, numbers, stream: cuda.CUstream):
+        batch, heads, seqlen_q, seqlen_k = numbers[:4]
         shape = (batch, heads, seqlen_q, seqlen_k)
         layout = cute.make_ordered_layout(shape, order=(3, 2, 1, 0))
-        captured = device_score.tensors_from(self.key, tensors)
-        self.kernel(
-            cute.make_tensor(src, layout), cute.make_tensor(dst, layout), captured
-        ).launch(
+        captured = device_score.tensors_from(self.key, numbers[4:])
+        self.kernel(cute.make_tensor(src, layout), cute.make_tensor(dst, layout), captured).launch(
             grid=[(seqlen_k + THREADS - 1) // THREADS, seqlen_q, batch * heads],
             block=[THREADS, 1, 1],
             stream=stream,

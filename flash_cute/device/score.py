@@ -27,6 +27,7 @@ from cutlass import (
     Uint32,
 )
 
+import flash_cute.device.traced_ops  # noqa: F401  fills the table of operations
 from flash_cute.capture import nested_codes
 from flash_cute.device.traced import (
     INT_RANGES,
@@ -110,7 +111,7 @@ class CapturedTensor:
     must not read elsewhere.
     """
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
     __array_ufunc__ = None
     device = HOST
 

@@ -10,11 +10,9 @@ torch is not imported: its functions come here by ``__torch_function__`` and cou
 """
 
 import functools
-import math
 
 import cutlass
-import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64
 
 from flash_cute.variant import HOST, torch_dtype
 
@@ -50,7 +48,7 @@ class TracedValue:
 
     Shapes: value is Boolean for bool, Int32 or Int64 for integers, Float32 for float16, bfloat16
             and float32, Float64 for float64
-    Units:  bounds are the least and the greatest value of an integer, both inclusive; 0, 0 of floats
+    Units:  bounds are the least and the greatest value of an integer, both inclusive
     """
 
     __slots__ = ("bounds", "dtype_name", "value")
@@ -70,6 +68,8 @@ class TracedValue:
         return call(getattr(func, "__name__", str(func)), args, kwargs or {})
 
     def __getattr__(self, name):
+        if name == "where":  # the method has its condition second
+            return lambda condition, other: call(name, (condition, self, other), {})
         if name in OPERATIONS or name in ALIASES:
             return lambda *args, **kwargs: call(name, (self, *args), kwargs)
         raise Untraceable(f"a tensor's .{name} is not available in a kernel: {_WHAT_IS}")
@@ -86,6 +86,9 @@ class TracedValue:
     def dim(self):
         """Return the number of dimensions: none."""
         return 0
+
+    def __pos__(self):
+        return self
 
     __bool__ = _no_value(
         "the truth of a tensor",
@@ -196,9 +199,9 @@ def convert(x, dtype):
         return rounded(dtype, kind(value))
     if is_float(x.dtype_name):
         value = Int64(x.value) if dtype == "int64" else Int32(x.value)
-        return _wrapped(dtype, value, INT_RANGES["int32" if dtype != "int64" else "int64"])
+        return wrapped(dtype, value, INT_RANGES["int32" if dtype != "int64" else "int64"])
     value = Int32(x.value) if x.dtype_name == "bool" else x.value
-    return _wrapped(dtype, value, x.bounds)
+    return wrapped(dtype, value, x.bounds)
 
 
 def _constant(number, dtype):
@@ -210,7 +213,7 @@ def _constant(number, dtype):
     number = int(number)
     if not INT_RANGES[dtype][0] <= number <= INT_RANGES[dtype][1]:
         raise Untraceable(f"{number} does not fit into {dtype}")
-    kind = Int32 if _fits_int32((number, number)) else Int64
+    kind = Int32 if fits_int32((number, number)) else Int64
     return TracedValue(dtype, kind(number), (number, number))
 
 
@@ -220,11 +223,12 @@ def rounded(dtype, value):
     return TracedValue(dtype, value if half is None else value.to(half).to(Float32))
 
 
-def _fits_int32(bounds):
+def fits_int32(bounds):
+    """Say whether all integers of a range have 32 bits."""
     return bounds[0] >= -(2**31) and bounds[1] < 2**31
 
 
-def _wrapped(dtype, value, bounds):
+def wrapped(dtype, value, bounds):
     """Wrap an integer result, exact within `bounds`, as a value of a dtype: modulo its range."""
     low, high = INT_RANGES[dtype]
     if bounds[0] < low or bounds[1] > high:
@@ -235,7 +239,7 @@ def _wrapped(dtype, value, bounds):
             value = value & 255
         elif dtype in ("int8", "int16"):
             value = value.to(Int8 if dtype == "int8" else Int16).to(Int32)
-    if _fits_int32(bounds):
+    if fits_int32(bounds):
         value = value.to(Int32)
     return TracedValue(dtype, value, bounds)
 
@@ -247,7 +251,7 @@ def select(condition, a, b):
     return type(a)(cutlass.select_(condition, a, b))
 
 
-# ---- Operations by name
+# ---- Operations by name --------------------------------------------------------------------------
 
 OPERATIONS = {}  # torch's name -> function; filled by traced_ops
 
@@ -256,7 +260,7 @@ ALIASES = {
     "absolute": "abs", "negative": "neg", "clip": "clamp", "max": "maximum", "min": "minimum",
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
     "arctan": "atan", "expit": "sigmoid", "fix": "trunc", "sgn": "sign",
-    "special_expit": "sigmoid", "special_exp2": "exp2", "special_erf": "erf", "special_erfc": "erfc",
+    "special_expit": "sigmoid", "special_exp2": "exp2", "special_erf": "erf",
     "__truediv__": "div", "__floordiv__": "floor_divide", "__mod__": "remainder",
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
     "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
@@ -269,6 +273,9 @@ _WHAT_IS = (
     "use operators, comparisons, indexing of captured tensors and elementwise functions such as "
     "torch.where, exp, log, tanh, abs, minimum, clamp, floor"
 )
+
+
+_SECOND_OPERAND = ("other", "exponent")  # torch's names of it
 
 
 def call(name, args, kwargs):
@@ -287,9 +294,6 @@ def call(name, args, kwargs):
     return operation(*args, **kwargs)
 
 
-_SECOND_OPERAND = ("other", "exponent")  # torch's names of it
-
-
 def _operator(name, is_reverse):
     def method(self, other):
         if other is None or isinstance(other, str):
@@ -299,11 +303,12 @@ def _operator(name, is_reverse):
     return method
 
 
-for _name in _BINARY:
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
     setattr(TracedValue, f"__{_name}__", _operator(f"__{_name}__", False))
     setattr(TracedValue, f"__r{_name}__", _operator(f"__{_name}__", True))
 for _name in "eq ne lt le gt ge".split():
     setattr(TracedValue, f"__{_name}__", _operator(_name, False))
-for _name, _operation in {"neg": neg, "abs": abs_, "invert": bitwise_not}.items():
-    setattr(TracedValue, f"__{_name}__", lambda self, _operation=_operation: _operation(self))
-TracedValue.__pos__ = lambda self: self
+for _name in "neg abs invert".split():
+    setattr(
+        TracedValue, f"__{_name}__", lambda self, _name=_name: call(f"__{_name}__", (self,), {})
+    )

@@ -1,4 +1,29 @@
-"""x"""
+"""What operators and torch functions do on traced values, by torch's names of them.
+
+Importing this fills ``traced.OPERATIONS``.
+"""
+
+import functools
+import math
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from flash_cute.device.traced import (
+    INT_RANGES,
+    OPERATIONS,
+    TracedValue,
+    Untraceable,
+    convert,
+    dtype_name_of,
+    fits_int32,
+    is_float,
+    operand,
+    promote,
+    rounded,
+    select,
+    wrapped,
+)
 
 # ---- Arithmetic ----------------------------------------------------------------------------------
 
@@ -12,9 +37,9 @@ def _as_pair(a, b, dtype=None):
 def _integer(dtype, a, b, emit, bounds):
     """An integer operation in as many bits as its operands and its result need."""
     is_wide = isinstance(a.value, Int64) or isinstance(b.value, Int64)
-    is_wide |= dtype == "int64" and not _fits_int32(bounds)
+    is_wide |= dtype == "int64" and not fits_int32(bounds)
     kind = Int64 if is_wide else Int32
-    return _wrapped(dtype, emit(kind(a.value), kind(b.value)), bounds)
+    return wrapped(dtype, emit(kind(a.value), kind(b.value)), bounds)
 
 
 def _corners(a, b, op):
@@ -95,13 +120,20 @@ def fmod(a, b):
     """Return the remainder of a / b, with the sign of a."""
     a, b, dtype = _as_pair(a, b)
     if is_float(dtype):
-        return rounded(dtype, a.value % b.value)
+        return rounded(dtype, _truncated_remainder(a.value, b.value))
     return sub(a, mul(div(a, b, rounding_mode="trunc"), b))
+
+
+def _truncated_remainder(a, b):
+    """The remainder with the sign of a: the DSL's, but of two constants, which it folds as Python."""
+    if isinstance(a.value, (int, float)) and isinstance(b.value, (int, float)):
+        return type(a)(math.fmod(a.value, b.value))
+    return a % b
 
 
 def _float_remainder(a, b):
     kind = type(a)
-    rest = a % b
+    rest = _truncated_remainder(a, b)
     is_off = (rest != kind(0.0)) & ((rest < kind(0.0)) ^ (b < kind(0.0)))
     return select(is_off, rest + b, rest)
 
@@ -132,7 +164,7 @@ def _divided(a, b, dtype):
     most = max(abs(low), abs(high))
     limit = max(abs(b.bounds[0]), abs(b.bounds[1])) - 1
     rest = (0 if b.bounds[0] > 0 else -limit, 0 if b.bounds[1] < 0 else limit)
-    return _wrapped(dtype, quotient, (-most, most)), _wrapped(dtype, x - quotient * y, rest)
+    return wrapped(dtype, quotient, (-most, most)), wrapped(dtype, x - quotient * y, rest)
 
 
 def _divided_unsigned(a, b, dtype, multiple):
@@ -145,8 +177,8 @@ def _divided_unsigned(a, b, dtype, multiple):
     quotient = quotient.to(Int32) if not multiple else quotient.to(Int32) - Int32(multiple)
     bounds = (min(low // y for y in b.bounds), max(high // y for y in b.bounds))
     return (
-        _wrapped(dtype, quotient, bounds),
-        _wrapped(dtype, rest, (0, b.bounds[1] - 1)),
+        wrapped(dtype, quotient, bounds),
+        wrapped(dtype, rest, (0, b.bounds[1] - 1)),
     )
 
 
@@ -323,13 +355,12 @@ def _logical(op):
 
 def _function(name):
     """A function of a floating-point value; integers become float32 first, as in torch."""
-    emit = getattr(cute.math, name)
 
     def function(a):
         a = operand(a)
         dtype = promote(a)
         a = convert(a, dtype if is_float(dtype) else "float32")
-        return rounded(a.dtype_name, emit(a.value))
+        return rounded(a.dtype_name, getattr(cute.math, name)(a.value))
 
     return function
 
@@ -517,7 +548,7 @@ def _same(a, **layout):
 
 # ---- By name -------------------------------------------------------------------------------------
 
-OPERATIONS = {
+OPERATIONS |= {
     **{f.__name__: f for f in (add, sub, mul, div, floor_divide, remainder, fmod, neg)},
     "abs": abs_, "pow": pow_, "eq": eq, "ne": ne, "lt": lt, "le": le, "gt": gt, "ge": ge,
     "rsub": lambda a, b, *, alpha=1: sub(b, a, alpha=alpha),

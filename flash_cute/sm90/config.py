@@ -74,14 +74,15 @@ SHORT_SEQLEN = 1536  # keys; below it a causal mask hides a large share of a 192
 
 
 def default_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm90:
-    """The config measured fastest on an H200 (2026-11-30; table in DECISIONS.md).
+    """The config measured fastest on an H200 (2026-11-30; DECISIONS.md 17).
 
     seqlen_k only says whether the keys are few; it is a hint and changes no result.
     """
     tile_d, tile_dv = spec.tile_d, spec.tile_dv
+    # What is done to every score sets the pace then, and needs more registers.
+    is_busy = spec.modifies_scores or spec.mask_mod is not None
     if tile_d == 64:
-        # A softcap triples the exponentials, which then set the pace, and needs more registers.
-        if spec.has_softcap or (spec.is_causal and seqlen_k <= SHORT_SEQLEN):
+        if is_busy or (spec.is_causal and seqlen_k <= SHORT_SEQLEN):
             return ForwardConfigSm90(128, 128)
         return ForwardConfigSm90(192, 128, num_stages=3, regs_load=32, regs_mma=160)
     if tile_d == 96:
@@ -90,4 +91,4 @@ def default_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigS
         return ForwardConfigSm90(128, 128, use_ping_pong=spec.is_causal)
     if tile_d == 192:
         return ForwardConfigSm90(128, 128 if tile_dv <= 128 else 96)
-    return ForwardConfigSm90(128, 80)
+    return ForwardConfigSm90(128, 64 if is_busy else 80)

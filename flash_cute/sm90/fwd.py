@@ -23,27 +23,32 @@ Budget: shared memory in ForwardConfigSm90.smem_bytes; registers per consumer th
 """
 
 import enum
-import typing
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers
 
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device import epilogue, softmax
-from flash_cute.device.mask import AttentionMask, BlockRange, MaskBounds
-from flash_cute.device.primitives import as_rows_cols, fresh_thread_idx, pack_halves
-from flash_cute.device.seqlen import SeqlenInfo, SequenceTable
-from flash_cute.device.tile_scheduler import Cursor, Tile, TileScheduler
+from flash_cute.device.mask import AttentionMask, BlockRange
+from flash_cute.device.primitives import (
+    as_rows_cols,
+    column_offset,
+    fresh_thread_idx,
+    pack_halves,
+)
+from flash_cute.device.score import trace_mask_mod, trace_score_mod
+from flash_cute.device.seqlen import SeqlenInfo
+from flash_cute.device.tile_scheduler import Cursor, Tile
 from flash_cute.errors import InvalidProblem
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
+from flash_cute.sm90.params import ForwardParams, LaunchDescription, TmaOperand
 from flash_cute.specialization import ForwardSpecialization
+from flash_cute.variant import callback_for
 
 WARPS_PER_WARPGROUP = 4
 ROWS_PER_WARP = 16
@@ -52,45 +57,12 @@ ROWS_PER_THREAD = 2  # of a 64-row wgmma accumulator
 TILE_STAGES = 2
 TILE_FIELDS = 8  # 32-bit words of a tile announcement, of which 7 are used
 
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-SINK_DTYPES = {**DTYPES, "fp32": Float32}
-
 
 class Barrier(enum.IntEnum):
     """Named barriers; 0 is the CTA's own."""
 
     TURN = 1  # + consumer warpgroup: its turn at the tensor cores
     CLEARED = 4  # + consumer warpgroup: its threads have cleared the tail of V
-
-
-@dataclass(frozen=True)
-class TmaOperand:
-    """A tensor in device memory that TMA reads tile by tile into shared memory."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor  # (seqlen, dim, heads, batch) coordinates
-    layout: cute.ComposedLayout  # shared memory: (tile, dim, stage)
-
-
-@dataclass(frozen=True)
-class ForwardParams:
-    """What the kernel gets: operands, outputs, lengths, tiles, numbers."""
-
-    q: TmaOperand
-    k: TmaOperand
-    v: TmaOperand
-    mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
-    mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
-    mSink: cute.Tensor  # (num_heads_q,)
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
-    scheduler: TileScheduler
-    sequences: SequenceTable
-    bounds: MaskBounds
-    head_dim_v: Int32
-    group: Int32
-    scale_log2: Float32
-    softcap: Float32
 
 
 class Pipes(NamedTuple):
@@ -143,8 +115,11 @@ class FlashAttentionForwardSm90:
         if broken := config.check(spec):
             raise InvalidProblem(f"{config} cannot run {spec.label}: {'; '.join(broken)}")
         self.spec, self.config = spec, config
-        self.dtype = DTYPES[spec.dtype]
+        self.description = LaunchDescription(spec, config)
+        self.dtype = self.description.dtype
         self.name = f"flash_fwd_sm90_{spec.label}_m{config.tile_m}n{config.tile_n}"
+        self.score_mod = callback_for(spec.score_mod) if spec.score_mod is not None else None
+        self.mask_mod = callback_for(spec.mask_mod) if spec.mask_mod is not None else None
         self.smem_bytes = config.smem_bytes(spec)
         self.mask = AttentionMask(
             is_causal=spec.is_causal,
@@ -159,129 +134,20 @@ class FlashAttentionForwardSm90:
 
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
-        data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
-        data |= dict.fromkeys(("q", "k", "v", "out"), self.dtype)
-
-        def address(name):
-            dtype = data.get(name, Int32)
-            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
-
-        stand_in = {
-            "address": address,
-            "int32": lambda name: Int32(1),
-            "int64": lambda name: Int64(8),
-            "float32": lambda name: Float32(1.0),
-            "stream": lambda name: cute.runtime.make_fake_stream(),
-        }
-        hints = typing.get_type_hints(ForwardArguments, include_extras=True)
-        return tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
+        return self.description.compile_args()
 
     @cute.jit
     def __call__(self, *launch_args):
         """Host side: describe the launch from flat ForwardArguments, then launch."""
-        args = ForwardArguments(*launch_args)
-        params = self.build_params(args)
+        num_arguments = len(ForwardArguments._fields)
+        args = ForwardArguments(*launch_args[:num_arguments])
+        params = self.description.params(args, launch_args[num_arguments:])
         self.kernel(params).launch(
             grid=[args.num_ctas, 1, 1],
             block=[self.config.num_threads, 1, 1],
             stream=args.stream,
             min_blocks_per_mp=1,
         )
-
-    @cute.jit
-    def build_params(self, args: ForwardArguments) -> ForwardParams:
-        """Describe the operands, products and tiles of this launch."""
-        spec, config = self.spec, self.config
-        tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
-        mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
-        mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
-        mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
-        lse_rows = Int64(args.rows_q)
-        mLSE = cute.make_tensor(
-            args.lse,
-            cute.make_layout(
-                (args.rows_q, args.num_heads_q, args.batch),
-                stride=(1, lse_rows, lse_rows * args.num_heads_q),
-            ),
-        )
-        mSink = cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q))
-        sequences = self.sequence_table(args)
-        return ForwardParams(
-            q=self.tma_operand(mQ, tile_m, spec.tile_d, 1),
-            k=self.tma_operand(mK, tile_n, spec.tile_d, stages),
-            v=self.tma_operand(mV, tile_n, spec.tile_dv, stages),
-            mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
-            mLSE=mLSE,
-            mSink=mSink,
-            mma_qk=self.tiled_mma(config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
-            mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
-            scheduler=TileScheduler(
-                num_m_blocks=(args.rows_q + tile_m - 1) // tile_m,
-                num_heads=args.num_heads_q,
-                section=args.section,
-                num_ctas=args.num_ctas,
-                counter=args.tile_counter,
-                sequences=sequences,
-                tile_m=tile_m,
-                is_packed=spec.is_packed_q,
-            ),
-            sequences=sequences,
-            bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
-            head_dim_v=args.head_dim_v,
-            group=args.num_heads_q // args.num_heads_kv,
-            scale_log2=args.scale_log2,
-            softcap=args.softcap,
-        )
-
-    def sequence_table(self, args: ForwardArguments) -> SequenceTable:
-        """The lengths, with a table for each kind that the specialization has."""
-        spec = self.spec
-
-        def table(address, size, is_present):
-            return cute.make_tensor(address, cute.make_layout(size)) if is_present else None
-
-        return SequenceTable(
-            batch=args.batch,
-            seqlen_q=args.rows_q,
-            seqlen_k=args.rows_k,
-            cu_seqlens_q=table(args.cu_seqlens_q, args.batch + 1, spec.is_packed_q),
-            cu_seqlens_k=table(args.cu_seqlens_k, args.batch + 1, spec.is_packed_k),
-            seqused_q=table(args.seqused_q, args.batch, spec.has_seqused_q),
-            seqused_k=table(args.seqused_k, args.batch, spec.has_seqused_k),
-        )
-
-    def view(self, args: ForwardArguments, name: str, rows, heads, dim) -> cute.Tensor:
-        """(rows, dim, heads, batch) view of an argument; a packed one is a single sequence."""
-        stride_batch, stride_seqlen, stride_head = (
-            cute.assume(getattr(args, f"{name}_stride_{mode}"), divby=8)
-            for mode in ("batch", "seqlen", "head")
-        )
-        is_packed = self.spec.is_packed_q if name in ("q", "out") else self.spec.is_packed_k
-        batch = 1 if is_packed else args.batch
-        layout = cute.make_layout(
-            (rows, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
-        )
-        return cute.make_tensor(getattr(args, name), layout)
-
-    def tma_operand(self, tensor, tile, tile_dim, stages) -> TmaOperand:
-        """Swizzled shared-memory layout of an operand's ring, and the TMA that fills a stage."""
-        kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile_dim)
-        atom_layout = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        layout = cute.tile_to_shape(atom_layout, (tile, tile_dim, stages), order=(0, 1, 2))
-        atom, coordinates = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            tensor,
-            cute.select(layout, mode=[0, 1]),
-            (tile, tile_dim),
-        )
-        return TmaOperand(atom, coordinates, layout)
-
-    def tiled_mma(self, tile_n, a_source, b_major) -> cute.TiledMma:
-        """64 rows per consumer warpgroup; f32 accumulators."""
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype, Float32, (64, tile_n, 16), a_source, OperandMajorMode.K, b_major
-        )
-        return cute.make_tiled_mma(op, (self.config.num_mma_warpgroups, 1, 1))
 
     def shared_storage(self, p: ForwardParams):
         """The struct of shared memory."""
@@ -615,16 +481,52 @@ class FlashAttentionForwardSm90:
         n_block: Int32,
         is_masked: cutlass.Constexpr[bool],
     ):
-        """Everything between Q K^T and the softmax."""
+        """Everything between Q K^T and the softmax: softcap, score_mod, then the masks."""
+        row, col = self.place(fresh_thread_idx())
+        first_row = work.tile.m_block * self.config.tile_m + row
+        first_col = n_block * self.config.tile_n + col
         if const_expr(self.spec.has_softcap):
             softmax.softcap(S, p.scale_log2, p.softcap)
+        elif const_expr(self.spec.score_mod is not None):
+            S.store(S.load() * p.scale_log2)
         elif const_expr(self.spec.negate_scores):
             S.store(-S.load())
+        if const_expr(self.spec.score_mod is not None or self.spec.mask_mod is not None):
+            self.apply_callbacks(p, S, work, first_row, first_col, is_masked)
         if const_expr(is_masked):
-            row, col = self.place(fresh_thread_idx())
-            first_row = work.tile.m_block * self.config.tile_m + row
-            first_col = n_block * self.config.tile_n + col
             self.mask.apply(S, first_row, first_col, work.seqlen, p.bounds)
+
+    @cute.jit
+    def apply_callbacks(
+        self,
+        p: ForwardParams,
+        S: cute.Tensor,
+        work: Work,
+        first_row: Int32,
+        first_col: Int32,
+        is_edge: cutlass.Constexpr[bool],
+    ):
+        """score_mod and mask_mod on every score of the thread.
+
+        Rows past the queries and, in edge blocks, columns past the keys get the index of the last
+        one: their scores count for nothing, but a callback may look them up in a table.
+        """
+        batch, head, seqlen = work.tile.batch, work.tile.head, work.seqlen
+        last_q, last_k = seqlen.seqlen_q - 1, cutlass.max(seqlen.seqlen_k - 1, 0)
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            q_idx = cutlass.min(first_row + 8 * r, last_q)
+            for i in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                kv_idx = first_col + column_offset(i)
+                if const_expr(is_edge):
+                    kv_idx = cutlass.min(kv_idx, last_k)
+                place = (batch, head, q_idx, kv_idx)
+                score = S[r, i]
+                if const_expr(self.score_mod is not None):
+                    score = trace_score_mod(self.score_mod, score, *place, p.score_tensors, seqlen)
+                if const_expr(self.mask_mod is not None):
+                    sees = trace_mask_mod(self.mask_mod, *place, p.mask_tensors, seqlen)
+                    score = cutlass.select_(sees, score, -Float32.inf)
+                S[r, i] = score
 
     def place(self, thread: Int32):
         """First row within the query tile and column within a key block of a consumer thread.
@@ -636,7 +538,7 @@ class FlashAttentionForwardSm90:
 
     def scale_log2(self, p: ForwardParams) -> Float32:
         """Factor from the scores as `modify_scores` leaves them to powers of two."""
-        return Float32(softmax.LOG2_E) if self.spec.has_softcap else p.scale_log2
+        return Float32(softmax.LOG2_E) if self.spec.modifies_scores else p.scale_log2
 
     @cute.jit
     def weigh_exactly(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):

@@ -1,0 +1,188 @@
+"""The host side of a launch: from flat launch arguments to what the SM90 forward kernel gets."""
+
+import typing
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from flash_cute.arguments import ForwardArguments
+from flash_cute.device.mask import MaskBounds
+from flash_cute.device.score import tensor_args, tensors_from
+from flash_cute.device.seqlen import SequenceTable
+from flash_cute.device.tile_scheduler import TileScheduler
+from flash_cute.sm90.config import ForwardConfigSm90
+from flash_cute.specialization import ForwardSpecialization
+
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+SINK_DTYPES = {**DTYPES, "fp32": Float32}
+
+
+@dataclass(frozen=True)
+class TmaOperand:
+    """A tensor in device memory that TMA reads tile by tile into shared memory."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor  # (seqlen, dim, heads, batch) coordinates
+    layout: cute.ComposedLayout  # shared memory: (tile, dim, stage)
+
+
+@dataclass(frozen=True)
+class ForwardParams:
+    """What the kernel gets: operands, outputs, lengths, tiles, numbers."""
+
+    q: TmaOperand
+    k: TmaOperand
+    v: TmaOperand
+    mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
+    mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
+    mSink: cute.Tensor  # (num_heads_q,)
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    scheduler: TileScheduler
+    sequences: SequenceTable
+    bounds: MaskBounds
+    head_dim_v: Int32
+    group: Int32
+    scale_log2: Float32
+    softcap: Float32
+    score_tensors: tuple  # captured by score_mod and mask_mod
+    mask_tensors: tuple
+
+
+class LaunchDescription:
+    """Describes launches of one specialization with one config."""
+
+    def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm90):
+        self.spec, self.config = spec, config
+        self.dtype = DTYPES[spec.dtype]
+
+    def compile_args(self) -> tuple:
+        """Arguments that stand for the real ones while compiling."""
+        data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
+        data |= dict.fromkeys(("q", "k", "v", "out"), self.dtype)
+
+        def address(name):
+            dtype = data.get(name, Int32)
+            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
+
+        stand_in = {
+            "address": address,
+            "int32": lambda name: Int32(1),
+            "int64": lambda name: Int64(8),
+            "float32": lambda name: Float32(1.0),
+            "stream": lambda name: cute.runtime.make_fake_stream(),
+        }
+        hints = typing.get_type_hints(ForwardArguments, include_extras=True)
+        args = tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
+        keys = (self.spec.score_mod, self.spec.mask_mod)
+        return sum((tensor_args(key) for key in keys if key is not None), args)
+
+    @cute.jit
+    def params(self, args: ForwardArguments, captured) -> ForwardParams:
+        """Describe the operands, products and tiles of this launch.
+
+        captured: launch arguments of the tensors that score_mod captured, then of mask_mod's
+        """
+        spec, config = self.spec, self.config
+        tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
+        mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
+        mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
+        mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
+        lse_rows = Int64(args.rows_q)
+        mLSE = cute.make_tensor(
+            args.lse,
+            cute.make_layout(
+                (args.rows_q, args.num_heads_q, args.batch),
+                stride=(1, lse_rows, lse_rows * args.num_heads_q),
+            ),
+        )
+        mSink = cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q))
+        sequences = self.sequence_table(args)
+        num_score_args = len(tensor_args(spec.score_mod)) if spec.score_mod is not None else 0
+        return ForwardParams(
+            q=self.tma_operand(mQ, tile_m, spec.tile_d, 1),
+            k=self.tma_operand(mK, tile_n, spec.tile_d, stages),
+            v=self.tma_operand(mV, tile_n, spec.tile_dv, stages),
+            mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
+            mLSE=mLSE,
+            mSink=mSink,
+            mma_qk=self.tiled_mma(config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
+            mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
+            scheduler=TileScheduler(
+                num_m_blocks=(args.rows_q + tile_m - 1) // tile_m,
+                num_heads=args.num_heads_q,
+                section=args.section,
+                num_ctas=args.num_ctas,
+                counter=args.tile_counter,
+                sequences=sequences,
+                tile_m=tile_m,
+                is_packed=spec.is_packed_q,
+            ),
+            sequences=sequences,
+            bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
+            head_dim_v=args.head_dim_v,
+            group=args.num_heads_q // args.num_heads_kv,
+            scale_log2=args.scale_log2,
+            softcap=args.softcap,
+            score_tensors=self.captured(spec.score_mod, captured[:num_score_args]),
+            mask_tensors=self.captured(spec.mask_mod, captured[num_score_args:]),
+        )
+
+    def captured(self, key, args) -> tuple:
+        """The tensors that a callback captured."""
+        return () if key is None else tensors_from(key, args)
+
+    def sequence_table(self, args: ForwardArguments) -> SequenceTable:
+        """The lengths, with a table for each kind that the specialization has."""
+        spec = self.spec
+
+        def table(address, size, is_present):
+            return cute.make_tensor(address, cute.make_layout(size)) if is_present else None
+
+        return SequenceTable(
+            batch=args.batch,
+            seqlen_q=args.rows_q,
+            seqlen_k=args.rows_k,
+            cu_seqlens_q=table(args.cu_seqlens_q, args.batch + 1, spec.is_packed_q),
+            cu_seqlens_k=table(args.cu_seqlens_k, args.batch + 1, spec.is_packed_k),
+            seqused_q=table(args.seqused_q, args.batch, spec.has_seqused_q),
+            seqused_k=table(args.seqused_k, args.batch, spec.has_seqused_k),
+        )
+
+    def view(self, args: ForwardArguments, name: str, rows, heads, dim) -> cute.Tensor:
+        """(rows, dim, heads, batch) view of an argument; a packed one is a single sequence."""
+        stride_batch, stride_seqlen, stride_head = (
+            cute.assume(getattr(args, f"{name}_stride_{mode}"), divby=8)
+            for mode in ("batch", "seqlen", "head")
+        )
+        is_packed = self.spec.is_packed_q if name in ("q", "out") else self.spec.is_packed_k
+        batch = 1 if is_packed else args.batch
+        layout = cute.make_layout(
+            (rows, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
+        )
+        return cute.make_tensor(getattr(args, name), layout)
+
+    def tma_operand(self, tensor, tile, tile_dim, stages) -> TmaOperand:
+        """Swizzled shared-memory layout of an operand's ring, and the TMA that fills a stage."""
+        kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile_dim)
+        atom_layout = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        layout = cute.tile_to_shape(atom_layout, (tile, tile_dim, stages), order=(0, 1, 2))
+        atom, coordinates = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            tensor,
+            cute.select(layout, mode=[0, 1]),
+            (tile, tile_dim),
+        )
+        return TmaOperand(atom, coordinates, layout)
+
+    def tiled_mma(self, tile_n, a_source, b_major) -> cute.TiledMma:
+        """64 rows per consumer warpgroup; f32 accumulators."""
+        op = warpgroup.MmaF16BF16Op(
+            self.dtype, Float32, (64, tile_n, 16), a_source, OperandMajorMode.K, b_major
+        )
+        return cute.make_tiled_mma(op, (self.config.num_mma_warpgroups, 1, 1))

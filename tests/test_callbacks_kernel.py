@@ -1,0 +1,155 @@
+"""Callbacks in the attention kernel, on a GPU against the reference that runs the same function."""
+
+import checks
+import pytest
+import torch
+
+from flash_cute import cache_info, flash_attn_func, flash_attn_varlen_func
+from flash_cute.problem import Lengths
+
+pytestmark = pytest.mark.gpu
+
+HEADS, ROWS, KEYS = 6, 300, 421
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+
+
+def tables():
+    generator = torch.Generator().manual_seed(3)
+    on_gpu = {"generator": generator, "dtype": torch.float32}
+    return {
+        "slopes": (0.02 + torch.rand(HEADS, **on_gpu) / 4).cuda(),
+        "bias": torch.randn(HEADS, ROWS, KEYS, **on_gpu).bfloat16().cuda(),
+        "document": torch.arange(KEYS).div(60, rounding_mode="floor").int().cuda(),
+        "prefix": torch.tensor([100, 3], dtype=torch.int64).cuda(),
+        "is_open": (torch.arange(KEYS) % 3 != 1).cuda(),
+        "gain": torch.tensor(1.7).cuda(),
+    }
+
+
+def score_mods():
+    t = tables()
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score - t_slopes[h] * torch.abs(q_idx - kv_idx)
+
+    def bias(score, b, h, q_idx, kv_idx):
+        return score + t_bias[h, q_idx, kv_idx]
+
+    def softcap(score, b, h, q_idx, kv_idx):
+        return 5.0 * torch.tanh(score / 5.0)
+
+    def gain(score, b, h, q_idx, kv_idx):
+        return torch.where(kv_idx % 2 == 0, score * t_gain, score / (1 + b))
+
+    def hidden(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+    t_slopes, t_bias, t_gain = t["slopes"], t["bias"], t["gain"]
+    return [alibi, bias, softcap, gain, hidden]
+
+
+def mask_mods():
+    t = tables()
+    document, prefix, is_open = t["document"], t["prefix"], t["is_open"]
+
+    def causal(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx < 40) & (kv_idx - q_idx < 130)
+
+    def documents(b, h, q_idx, kv_idx):
+        return document[q_idx] == document[kv_idx]
+
+    def prefix_lm(b, h, q_idx, kv_idx):
+        return (kv_idx < prefix[b]) | (q_idx >= kv_idx)
+
+    def holes(b, h, q_idx, kv_idx):
+        return is_open[kv_idx] & (h % 2 == 0)
+
+    def dilated(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx) % 4 == 0
+
+    return [causal, window, documents, prefix_lm, holes, dilated]
+
+
+def operands(d: int, dv: int, heads_kv: int, dtype=torch.bfloat16):
+    case = checks.Case(2, HEADS, heads_kv, ROWS, KEYS, d, dv, dtype)
+    return checks.gaussian(case, "cuda")
+
+
+def check(d: int, dv: int, heads_kv: int, **options):
+    q, k, v = operands(d, dv, heads_kv)
+    got = flash_attn_func(q, k, v, return_lse=True, **options)
+    checks.assert_attention(got, *checks.oracle(q, k, v, **options))
+
+
+SHAPES = [(64, 64, 6), (128, 128, 2), (192, 128, 3), (256, 256, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("number", range(5), ids=["alibi", "bias", "softcap", "gain", "hidden"])
+def test_score_mod(shape, number):
+    check(*shape, score_mod=score_mods()[number], causal=number % 2 == 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "number", range(6), ids=["causal", "window", "documents", "prefix_lm", "holes", "dilated"]
+)
+def test_mask_mod(shape, number):
+    mask_mod = mask_mods()[number]
+    check(*shape, mask_mod=mask_mod)
+    check(*shape, mask_mod=mask_mod, window_size=(150, 90))  # both count
+
+
+def test_score_mod_after_softcap_and_scale():
+    alibi = score_mods()[0]
+    check(128, 128, 2, score_mod=alibi, softcap=3.0, softmax_scale=-0.3, causal=True)
+
+
+def test_both_callbacks_with_a_sink():
+    sink = torch.linspace(-1, 1, HEADS, device="cuda")
+    check(64, 64, 3, score_mod=score_mods()[0], mask_mod=mask_mods()[2], sink=sink)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_indices_are_those_of_the_sequence_when_packed(d):
+    lengths_q, lengths_k = [130, 0, 64, 200], [200, 10, 64, 140]
+    starts = [
+        torch.tensor([0, *lengths]).cumsum(0).int().cuda() for lengths in (lengths_q, lengths_k)
+    ]
+    case = checks.Case(1, HEADS, 2, sum(lengths_q), sum(lengths_k), d)
+    q, k, v = (tensor[0] for tensor in checks.gaussian(case, "cuda"))
+    options = {"score_mod": score_mods()[0], "mask_mod": mask_mods()[2]}
+    lengths = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    got = flash_attn_varlen_func(q, k, v, **lengths, **options, return_lse=True)
+    checks.assert_attention(got, *checks.oracle(q, k, v, Lengths(**lengths), **options))
+
+
+def test_constants_recompile_and_values_do_not():
+    q, k, v = operands(128, 128, 2)
+
+    def scaled(factor):
+        return lambda score, b, h, q_idx, kv_idx: score * factor
+
+    def shifted(table):
+        return lambda score, b, h, q_idx, kv_idx: score + table[h]
+
+    table = torch.zeros(HEADS, device="cuda")
+    plain = flash_attn_func(q, k, v, score_mod=scaled(1.0))
+    double = flash_attn_func(q, k, v, score_mod=scaled(2.0))
+    assert not torch.equal(plain, double)
+    flash_attn_func(q, k, v, score_mod=shifted(table))
+    compiles = cache_info().compiles
+    checks.assert_same_bits("out", flash_attn_func(q, k, v, score_mod=scaled(1.0)), plain)
+    for _ in range(3):
+        table = torch.randn(HEADS, device="cuda")
+        got = flash_attn_func(q, k, v, score_mod=shifted(table), return_lse=True)
+        checks.assert_attention(got, *checks.oracle(q, k, v, score_mod=shifted(table)))
+    assert cache_info().compiles == compiles

@@ -1,0 +1,482 @@
+"""Callbacks in a kernel: a toy that applies one to a grid, cross-compiled, and run on a GPU.
+
+Without a GPU, the operations are also evaluated on constants: the DSL computes those in Python, so
+the rules on dtypes, ranges and rounding are tested here and only the emitted code is left to a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import callbacks
+import pytest
+import torch
+from callbacks import BATCH, HEADS, SEQLEN
+
+from flash_cute import InvalidProblem, UnsupportedProblem, cache, compile, reference
+from flash_cute.variant import Callback, as_callback
+
+pytestmark = pytest.mark.compile
+pytest.importorskip("cutlass")
+
+ARCH = "sm_90a"
+THIS_FILE = str(Path(__file__))
+CUDA = pytest.mark.gpu
+
+
+def toy(callback: Callback) -> Any:
+    from tests.toy_callback_dsl import ToyCallback
+
+    return ToyCallback(callback.key)
+
+
+def ptx_of(function: Callable[..., Any], kind: str = "score_mod") -> str:
+    return compile.inspect_kernel(toy(as_callback(function, kind)), ARCH).ptx
+
+
+# ---- Operations, one by one ----------------------------------------------------------------------
+
+INTS = torch.tensor([[-7, 3, 0, 40], [5, -2, 2**31 - 1, 8], [-1, 6, 100, -(2**31)]])
+TABLES: dict[str, torch.Tensor] = {
+    "int64": INTS * 3,
+    "int32": INTS.to(torch.int32),
+    "int16": (INTS % 30000).to(torch.int16),
+    "int8": (INTS % 100 - 50).to(torch.int8),
+    "uint8": (INTS % 256).to(torch.uint8),
+    "bool": INTS % 2 == 0,
+    "float16": torch.tensor([[0.1, -2.5, 3.7, 100.0]] * 3, dtype=torch.float16),
+    "bfloat16": torch.tensor([[0.1, -2.5, 3.7, 100.0]] * 3, dtype=torch.bfloat16),
+    "float32": torch.tensor([[0.1, -2.5, 3.7, 100.0]] * 3),
+    "float64": torch.tensor([[0.1, -2.5, 3.7, 100.0]] * 3, dtype=torch.float64),
+}
+
+
+def operations() -> dict[str, Callable[..., Any]]:
+    """Each over a float32 x and int64 h, i, j, with t[dtype](h, i) the element of a table."""
+    found: dict[str, Callable[..., Any]] = {
+        "add": lambda x, h, i, j, t: x + 2 + i - j * 3,
+        "reverse": lambda x, h, i, j, t: 2 - x + (1 - i) + 3 * j,
+        "true-division": lambda x, h, i, j, t: x / 4 + x / 3 + i / (j + 1) + 1 / (i + 1),
+        "floor-division": lambda x, h, i, j, t: (i - j) // 3 + (i - 9) // 4 + i // (j + 1),
+        "floor-division-negative": lambda x, h, i, j, t: (i - j) // -3 + (j - i) // (-1 - i),
+        "remainder": lambda x, h, i, j, t: (i - j) % 3 + 10 * ((i - 9) % 8) + 100 * (i % (j + 1)),
+        "remainder-negative": lambda x, h, i, j, t: (i - j) % -3 + 10 * ((j - i) % (-1 - i)),
+        "remainder-constant": lambda x, h, i, j, t: 100 % (i + 1) + 100 // (j + 1),
+        "remainder-table": lambda x, h, i, j, t: (
+            t["int32"](h, i) % 7 + (t["int64"](h, i) // 5) % 1000 + t["int32"](h, i) // (j + 1)
+        ),
+        "float-remainder": lambda x, h, i, j, t: x % 0.75 + (-x) % 0.75 + x % -0.75 + x // 0.75,
+        "trunc-division": lambda x, h, i, j, t: torch.div(i - j, 3, rounding_mode="trunc"),
+        "fmod": lambda x, h, i, j, t: torch.fmod(x, 0.75) + torch.fmod(i - j, 3),
+        "shifts": lambda x, h, i, j, t: ((i - j) >> 1) + (i << 3) + (1 << h) + ((j - i) >> h),
+        "bits": lambda x, h, i, j, t: (i & 5) + (i | j) * 100 + ((i ^ j) & ~h) * 10000,
+        "bits-negative": lambda x, h, i, j, t: ((i - j) & 6) + ((i - j) | 4) + ((i - j) ^ j),
+        "wide": lambda x, h, i, j, t: ((i + 1) * 2654435761 + j * 40503) % 1000003,
+        "hash": lambda x, h, i, j, t: (
+            (((i * 2654435 + j) ^ (i >> 2)) * 668265263 & 0xFFFFFFFF) >> 9
+        ),
+        "overflow": lambda x, h, i, j, t: (i + 1) * 4611686018427387905 % 1009,
+        "negate": lambda x, h, i, j, t: -x + -i + abs(i - j) + abs(x) + (+j),
+        "power": lambda x, h, i, j, t: x**2 + x**3 + (i - j) ** 2 + 2.0**h + abs(x) ** 0.5,
+        "power-of-two": lambda x, h, i, j, t: 2**h + torch.pow(abs(x) + 1, -1.0),
+        "power-general": lambda x, h, i, j, t: (abs(x) + 0.5) ** 1.7 + 1.5**x,
+        "compare": lambda x, h, i, j, t: (
+            (x > 0.5).int() + (i >= j).int() * 2 + (i == 3).int() * 4 + (j != i).int() * 8
+            + (0 < i).int() * 16 + (x <= i).int() * 32 + (i < 2.5).int() * 64
+        ),
+        "compare-decided": lambda x, h, i, j, t: torch.where(
+            (i >= 0) & ~(j < 0) & (i != -1) & (i - j > -(2**30)), x, -x
+        ),
+        "booleans": lambda x, h, i, j, t: (
+            ((i > j) & (i > 2) | (j > 1) ^ (i > 1)).float() + (~(i > j)).int() * 2 + (i > j) * 4
+        ),
+        "logical": lambda x, h, i, j, t: torch.where(
+            torch.logical_and(i, j > 1) | torch.logical_not(h) ^ torch.logical_xor(x, i), x, i
+        ),
+        "where": lambda x, h, i, j, t: torch.where(i > j, x, 0.0) + torch.where(i > j, i, j),
+        "where-numbers": lambda x, h, i, j, t: (
+            torch.where(i > j, 1, 2) / 4 + torch.where(j > 1, 0.5, 1.5) + x.where(i > 1, 7)
+        ),
+        "extremes": lambda x, h, i, j, t: (
+            torch.minimum(i, j) + torch.maximum(x, i - j) + torch.clamp(x, -0.5, 0.5)
+            + (i - j).clamp(min=-1) + torch.clip(i, max=2) + torch.relu(x)
+        ),
+        "rounding": lambda x, h, i, j, t: (
+            torch.floor(x) + 10 * torch.ceil(x) + 100 * torch.round(x * 2) + 1000 * x.trunc()
+            + torch.floor(i) + torch.round((i - j) / 2)
+        ),
+        "exponentials": lambda x, h, i, j, t: (
+            torch.exp(x) + torch.exp2(x) + torch.log(abs(x) + 1) + torch.log2(abs(x) + 1)
+            + torch.log1p(abs(x)) + torch.expm1(x) + torch.log10(abs(x) + 1)
+        ),
+        "roots": lambda x, h, i, j, t: (
+            torch.sqrt(abs(x)) + torch.rsqrt(abs(x) + 1) + torch.reciprocal(abs(x) + 1)
+            + torch.square(x) + (i + 1).rsqrt()
+        ),
+        "circles": lambda x, h, i, j, t: (
+            torch.sin(x) + torch.cos(x) + torch.tanh(x) + torch.sigmoid(x) + torch.erf(x)
+            + torch.atan(x) + torch.sin(i)
+        ),
+        "special": lambda x, h, i, j, t: (
+            torch.isinf(x / (i - i)).int() + torch.isnan(x * math.inf - x * math.inf).int() * 2
+            + torch.isfinite(x).int() * 4 + torch.isnan(i).int() * 8
+        ),
+        "nan-to-num": lambda x, h, i, j, t: torch.nan_to_num(
+            torch.where(i > j, math.inf, torch.where(i < j, math.nan, x)), posinf=3.0
+        ),
+        "sign": lambda x, h, i, j, t: torch.sign(x) + torch.sign(i - j) * 3,
+        "likes": lambda x, h, i, j, t: (
+            torch.zeros_like(x) + torch.ones_like(i) / 2 + torch.full_like(x, 3.5)
+            + b_ones(i) + i.new_zeros((), dtype=torch.float32) + x.new_full((), 2)
+        ),
+        "constants": lambda x, h, i, j, t: (
+            x * torch.tensor(0.5) + torch.tensor(3) * i + torch.tensor(True) * j
+        ),
+        "casts": lambda x, h, i, j, t: (
+            (x * 10 + 0.01).int() + (x * 10 + 0.01).to(torch.int64) / 4 + i.float() / 3 + (i - j).bool().int()
+            + x.half().float() + x.to(torch.bfloat16).float() + (i * 100).to(torch.uint8).int()
+            + (i * 100).to(torch.int8) + x.double().float() + x.type_as(i) + i.to(x)
+        ),
+        "functions": lambda x, h, i, j, t: torch.add(x, i, alpha=2) + torch.sub(i, other=j),
+        "names": lambda x, h, i, j, t: (
+            torch.mul(i, j) + torch.eq(i, j).int() + torch.ge(i, j).int() + torch.abs(i - j)
+            + torch.bitwise_and(i, 3) + torch.remainder(i, 3) + torch.floor_divide(i, 2)
+            + torch.bitwise_left_shift(i, 2) + torch.true_divide(i, 8)
+        ),
+        "0-dim": lambda x, h, i, j, t: x * t["scalar"]() + t["count"]() - i,
+    }  # fmt: skip
+    for dtype in TABLES:
+        found[f"table-{dtype}"] = lambda x, h, i, j, t, dtype=dtype: (
+            t[dtype](h, i) * 1.5 + t[dtype](h, -1) + x
+        )
+        if dtype != "bool":
+            found[f"arithmetic-{dtype}"] = lambda x, h, i, j, t, dtype=dtype: (
+                t[dtype](h, i) * t[dtype](h, j) + t[dtype](h, i - j - 1) * 2 + (i - j) * 0
+            )
+            found[f"mixed-{dtype}"] = lambda x, h, i, j, t, dtype=dtype: (
+                t[dtype](h, i) * i + t["int32"](h, i) * 0 + t["float16"](h, i) * t[dtype](h, j)
+            )
+    return found
+
+
+def b_ones(value: Any) -> Any:
+    return value.new_ones((), dtype=torch.bool) * 5
+
+
+OPERATIONS = operations()
+
+
+def as_score_mod(operation: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """An operation as a score_mod of four queries and keys and three heads."""
+    tables = {name: table.to(device) for name, table in TABLES.items()}
+    scalar, count = torch.tensor(0.25, device=device), torch.tensor(3, device=device)
+    readers: dict[str, Callable[..., Any]] = {
+        name: (lambda h, i, table=table: table[h, i]) for name, table in tables.items()
+    }
+    readers |= {"scalar": lambda: scalar, "count": lambda: count}
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return operation(score, h, q_idx, kv_idx, readers)
+
+    return score_mod
+
+
+class ConstantTensor:
+    """A captured tensor whose elements are constants of the DSL."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    def __getitem__(self, index: Any) -> Any:
+        from flash_cute.device.score import ELEMENT_TYPES
+        from flash_cute.variant import tensor_facts
+
+        index = index if isinstance(index, tuple) else (index,)
+        values = tuple(item.value for item in index) if self.tensor.dim() else ()
+        return ELEMENT_TYPES[tensor_facts(self.tensor).dtype](self.tensor[values].item())
+
+
+@pytest.fixture
+def constants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Mathematical functions of the DSL, on constants."""
+    from flash_cute.device import score, traced_ops
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluate(*values: Any, **options: Any) -> Any:
+            tensors = (torch.tensor(value.value, dtype=torch.float64) for value in values)
+            return type(values[0])(function(*tensors).item())
+
+        return evaluate
+
+    names = "exp exp2 log log2 log10 log1p expm1 tanh sin cos atan erf sqrt rsqrt floor ceil trunc"
+    fakes = {name: of(getattr(torch, name)) for name in (*names.split(), "abs", "pow")}
+    fakes["roundeven"] = of(torch.round)
+    for name in ("min", "max"):
+        fakes[name] = lambda a, b, name=name, **options: type(a)(
+            {"min": min, "max": max}[name](a.value, b.value)
+        )
+    fake = types.SimpleNamespace(math=types.SimpleNamespace(**fakes), Tensor=ConstantTensor)
+    monkeypatch.setattr(traced_ops, "cute", fake)
+    monkeypatch.setattr(score, "cute", fake)
+    yield
+
+
+X = torch.tensor([[0.3, -1.7, 2.25, -0.5], [1.0, -3.2, 0.0, 5.5], [0.7, -0.1, 4.0, -2.0]])
+
+
+def grid_of(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Any:
+    count = torch.arange
+    return reference._Grid(
+        count(batch).view(-1, 1, 1, 1), count(heads).view(1, -1, 1, 1),
+        count(seqlen_q).view(1, 1, -1, 1), count(seqlen_k), count(seqlen_q).view(1, 1, -1, 1),
+    )  # fmt: skip
+
+
+def scores_for(operation: str) -> torch.Tensor:
+    return (X[None, :, None, :] + torch.arange(4)[:, None] / 8).clone()
+
+
+def expected_of(operation: str) -> torch.Tensor:
+    function = as_score_mod(OPERATIONS[operation], "cpu")
+    scores = scores_for(operation)
+    return reference._per_element("score_mod", function, grid_of(*scores.shape), scores)
+
+
+# Where constants, which are Python's numbers, differ: they do not overflow, round to half precision
+# or divide by zero.
+GPU_ONLY = ("overflow", "special", "arithmetic-int64", "mixed-int64", "mixed-int32", "mixed-int16")
+ROUNDED = {"table-bfloat16": 3e-2, "arithmetic-bfloat16": 3e-2}
+
+
+@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - set(GPU_ONLY)))
+def test_operation_on_constants(operation: str, constants: None):
+    from cutlass import Float32, Int32
+
+    from flash_cute.device.score import trace_score_mod
+
+    callback = as_callback(as_score_mod(OPERATIONS[operation], "cpu"), "score_mod")
+    tensors = tuple(ConstantTensor(tensor) for tensor in callback.tensors)
+    scores, expected = scores_for(operation), expected_of(operation)
+    for _, h, i, j in torch.ones_like(scores).nonzero().tolist():
+        indices = (Int32(0), Int32(h), Int32(i), Int32(j))
+        score = Float32(scores[0, h, i, j].item())
+        got = trace_score_mod(callback, score, *indices, tensors=tensors)
+        want = expected[0, h, i, j].item()
+        assert isinstance(got, Float32)
+        rel = ROUNDED.get(operation, 2e-3)
+        assert got.value == pytest.approx(want, rel=rel, abs=1e-4, nan_ok=True), (h, i, j)
+
+
+# ---- Compiling -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", callbacks.ALL)
+def test_published_callback_compiles(name: str):
+    kind, factory = callbacks.ALL[name]
+    callback = as_callback(factory("cpu"), kind)
+    report = compile.inspect_kernel(toy(callback), ARCH)
+    assert f".entry {report.name}" in report.ptx
+    assert report.stack_bytes in (0, None) and report.spill_store_bytes in (0, None)
+
+
+def test_all_operations_compile_together():
+    """One kernel with all of them; the GPU tests run them one by one."""
+    function = as_score_mod(lambda *args: sum(f(*args) for f in OPERATIONS.values()), "cpu")
+    assert ".entry" in ptx_of(function)
+
+
+def test_captured_numbers_are_constants_of_the_code():
+    scale = 2.5
+    assert "0f40200000" in ptx_of(lambda s, b, h, i, j: s * scale)
+    keys = {as_callback(lambda s, b, h, i, j: s * scale, "score_mod").key for scale in (1.0, 2.0)}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "dilated", "natten_tiled"])
+def test_index_arithmetic_stays_in_32_bits(name: str):
+    ptx = ptx_of(callbacks.MASK_MODS[name]("cpu"), "mask_mod")
+    assert not re.search(r"\b(mul\.lo|div|rem|setp\.\w+|shr|and)\.[subf]64\b", ptx)
+    assert not re.search(r"\b(div|rem)\.s32\b.*\n.*\bselp", ptx)
+
+
+def test_powers_of_two_need_no_division():
+    ptx = ptx_of(lambda b, h, i, j: ((i - j) % 16 == 3) & ((i - j) // 8 == j % 4), "mask_mod")
+    divisions = len(re.findall(r"\b(div|rem|mul\.hi)\.", ptx))
+    assert divisions == len(
+        re.findall(r"\b(div|rem|mul\.hi)\.", ptx_of(callbacks.causal, "mask_mod"))
+    )
+
+
+def test_native_callbacks():
+    import cutlass
+    import cutlass.cute as cute
+
+    table = torch.zeros(HEADS)
+
+    @cute.jit
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any,
+                  aux_tensors: Any) -> Any:  # fmt: skip
+        if cutlass.const_expr(seqlen_info is None):
+            score = score * 2.5
+        return score + aux_tensors[0][h]
+
+    score_mod.aux_tensors = (table,)  # type: ignore[attr-defined]
+    assert "0f40200000" in ptx_of(score_mod)
+    mask_mod = lambda b, h, q_idx, kv_idx, seqlen_info, aux_tensors: q_idx >= kv_idx
+    assert "setp" in ptx_of(mask_mod, "mask_mod")
+
+
+def test_values_of_captured_tensors_never_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FLASH_CUTE_CACHE_DIR", str(tmp_path))
+    build = lambda table: as_callback(lambda s, b, h, i, j: s + table[h], "score_mod").key
+    assert build(torch.zeros(3)) == build(torch.ones(99))
+    assert cache.canonical_text(build(torch.zeros(3))) == cache.canonical_text(build(torch.ones(9)))
+
+
+# ---- What has no code ----------------------------------------------------------------------------
+
+TABLE = torch.zeros(4, 4)
+
+
+def branches(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    if q_idx >= kv_idx:
+        return score
+    return -score
+
+
+def helper(value: Any) -> Any:
+    value = value + 1
+    return math.exp(value)
+
+
+UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
+    "if": (branches, "`if q_idx >= kv_idx:`: the truth of a tensor is not known .*torch.where"),
+    "and": (lambda s, b, h, i, j: torch.where(i > j and j > 1, s, -s), "write torch.where.* & | ~"),
+    "chained": (lambda s, b, h, i, j: torch.where(0 < i < j, s, -s), r"\(a < b\) & \(b < c\)"),
+    "min": (lambda s, b, h, i, j: s * min(i, j), "torch.minimum"),
+    "helper": (lambda s, b, h, i, j: helper(s), r"`return math.exp\(value\)`.*torch.exp for math"),
+    "int": (lambda s, b, h, i, j: s * int(h), r"write .to\(torch.int32\) in place of int"),
+    "item": (lambda s, b, h, i, j: s * h.item(), "go on with the tensor itself"),
+    "range": (lambda s, b, h, i, j: sum(s for _ in range(h)), "loop over Python numbers"),
+    "list": (lambda s, b, h, i, j, x=(1, 2): s * x[h], "index a captured torch.Tensor, not a list"),
+    "unknown": (lambda s, b, h, i, j: torch.cumsum(s, 0), "torch's cumsum is not available"),
+    "method": (lambda s, b, h, i, j: s.cumsum(0), "a tensor's .cumsum is not available"),
+    "whole": (lambda s, b, h, i, j: s + TABLE, "whole captured tensor of 2 dimensions: index it"),
+    "partly": (lambda s, b, h, i, j: s + TABLE[h], "whole captured tensor of 1 dimensions: index"),
+    "sum": (lambda s, b, h, i, j: s + torch.sum(TABLE[h]), "torch.sum on a whole captured tensor"),
+    "result": (lambda s, b, h, i, j: TABLE[h], "whole captured tensor of 1 dimensions"),
+    "none": (lambda s, b, h, i, j: None, "it returned None, expected a value"),
+    "slice": (lambda s, b, h, i, j: s + TABLE[h, 1:][j], "slices of a captured tensor: slice it"),
+    "too-many": (lambda s, b, h, i, j: s + TABLE[h, i, j], "3 indices of a tensor with 2 dim"),
+    "float-index": (lambda s, b, h, i, j: s + TABLE[h, i / 2], "an index of float32: expected an"),
+    "bool-index": (lambda s, b, h, i, j: s + TABLE[h, i > j], "an index of bool: expected an"),
+    "made-inside": (lambda s, b, h, i, j: s + torch.arange(4), r"shape \(4,\) made inside the"),
+    "in-place": (lambda s, b, h, i, j: s.add_(1), "a tensor's .add_ is not available"),
+    "zero": (lambda s, b, h, i, j: s + i // 0, "integer division by zero"),
+    "attribute": (lambda s, b, h, i, j: s + TABLE.nope[h], ".nope of a captured tensor"),
+    "error": (lambda s, b, h, i, j: s + [1][3], "IndexError: list index out of range"),
+    "float-bits": (lambda s, b, h, i, j: s & 1, "& of floating-point values: use integers"),
+    "condition": (lambda s, b, h, i, j: torch.where(i, s, -s), "condition .* is int64, expected"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_has_no_code_names_the_line_and_what_to_write(name: str):
+    function, message = UNTRACEABLE[name]
+    with pytest.raises(UnsupportedProblem) as caught:
+        ptx_of(function)
+    text = str(caught.value)
+    assert text.startswith("score_mod '") and re.search(message, text), text
+    line = function.__code__.co_firstlineno
+    where = re.search(re.escape(THIS_FILE) + r":(\d+)", text)
+    assert where is not None, text
+    assert name == "helper" or line <= int(where[1]) <= line + 1, text
+
+
+def test_mask_that_is_no_boolean():
+    with pytest.raises(InvalidProblem, match="mask_mod returned torch.int64, expected torch.bool"):
+        ptx_of(lambda b, h, i, j: i - j, "mask_mod")
+
+
+# ---- On a GPU ------------------------------------------------------------------------------------
+
+
+def run_on_gpu(function: Callable[..., Any], kind: str, scores: torch.Tensor) -> torch.Tensor:
+    callback = as_callback(function, kind)
+    callback.check_device(torch.device("cuda", torch.cuda.current_device()))
+    executable = compile.compile_kernel(toy(callback), ARCH).load()
+    source = scores.cuda().contiguous()
+    dtype = torch.float32 if kind == "score_mod" else torch.uint8
+    result = torch.full(scores.shape, 77, dtype=dtype, device="cuda")
+    numbers = (*scores.shape, *callback.launch_arguments())
+    stream = torch.cuda.current_stream().cuda_stream
+    executable(source.data_ptr(), result.data_ptr(), numbers, stream)
+    torch.cuda.synchronize()
+    return result.cpu()
+
+
+@pytest.fixture
+def hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+
+
+@CUDA
+@pytest.mark.parametrize("name", callbacks.ALL)
+def test_published_callback_on_a_gpu(name: str, hopper: None):
+    kind, factory = callbacks.ALL[name]
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(BATCH, HEADS, SEQLEN, SEQLEN, generator=generator)
+    grid = grid_of(*scores.shape)
+    first = scores if kind == "score_mod" else None
+    expected = reference._per_element(kind, factory("cpu"), grid, first)
+    got = run_on_gpu(factory("cuda"), kind, scores)
+    if kind == "mask_mod":
+        assert torch.equal(got.bool(), expected.expand(scores.shape)) and got.max() <= 1
+    else:
+        torch.testing.assert_close(got, expected.float(), atol=2e-6, rtol=1e-5)
+
+
+@CUDA
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_on_a_gpu(operation: str, hopper: None):
+    got = run_on_gpu(
+        as_score_mod(OPERATIONS[operation], "cuda"), "score_mod", scores_for(operation)
+    )
+    expected = expected_of(operation).float()
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+@CUDA
+def test_layouts_of_captured_tensors_on_a_gpu(hopper: None):
+    whole = torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(6))
+    views = {
+        "sliced": lambda t: t[1:5, ::2, 1:9],
+        "transposed": lambda t: t.permute(2, 0, 1)[:4, :4],
+        "broadcast": lambda t: t[:1, :, :8].expand(4, 8, 8),
+    }
+    scores = torch.zeros(1, 3, 4, 8)
+    for view in views.values():
+        make = lambda table: lambda s, b, h, i, j: s + table[h, i // 2][j] + table[-1, -2, -1]
+        expected = reference._per_element(
+            "score_mod", make(view(whole)), grid_of(*scores.shape), scores
+        )
+        got = run_on_gpu(make(view(whole.cuda())), "score_mod", scores)
+        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
+@CUDA
+def test_gathers_past_the_end_stay_inside_on_a_gpu(hopper: None):
+    table = torch.arange(4.0, device="cuda")
+    got = run_on_gpu(
+        lambda s, b, h, i, j: table[j * 1000] + table[j - 9999],
+        "score_mod",
+        torch.zeros(1, 1, 1, 8),
+    )
+    assert ((got >= 0) & (got <= 6)).all()
