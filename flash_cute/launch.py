@@ -15,7 +15,7 @@ import torch
 
 from flash_cute import cache, compile, selection
 from flash_cute.cache import Executable
-from flash_cute.errors import CaptureError
+from flash_cute.errors import CaptureError, UnsupportedProblem
 from flash_cute.plan import (
     ALIGNMENT,
     Addresses,
@@ -28,7 +28,7 @@ from flash_cute.plan import (
     result_lse_shape,
 )
 from flash_cute.problem import AttentionInputs, AttentionProblem
-from flash_cute.variant import Callback, as_callback
+from flash_cute.variant import INDEX_LIMIT
 
 MAX_PLANS = 4096
 
@@ -101,9 +101,10 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
     Raises: UnsupportedProblem, CompileDisallowed, CaptureError; all before anything is enqueued.
     """
     target = selection.current_target(problem.device)
-    score_mod, mask_mod = _callbacks(inputs)
+    score_mod, mask_mod = inputs.score_callback, inputs.mask_callback
     keys = (score_mod and score_mod.key, mask_mod and mask_mod.key)
     kernel_key = selection.key_for(problem, target, inputs.kernel, keys)
+    _check_indices(problem, inputs)
     if inputs.q.numel() == 0 or inputs.k.numel() == 0:
         return _without_keys(problem, inputs)
     with torch.cuda.device(problem.device):
@@ -124,14 +125,14 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
     return result
 
 
-def _callbacks(inputs: AttentionInputs) -> tuple[Callback | None, Callback | None]:
-    """score_mod and mask_mod as they are now, their tensors where the kernel can read them."""
-    score_mod = inputs.score_mod and as_callback(inputs.score_mod, "score_mod")
-    mask_mod = inputs.mask_mod and as_callback(inputs.mask_mod, "mask_mod")
-    for callback in (score_mod, mask_mod):
-        if callback is not None:
-            callback.check_device(inputs.q.device)
-    return score_mod, mask_mod
+def _check_indices(problem: AttentionProblem, inputs: AttentionInputs) -> None:
+    """Callbacks compute with indices below INDEX_LIMIT; raises UnsupportedProblem past it."""
+    longest = max(problem.batch, problem.num_heads_q, inputs.q.shape[-3], inputs.k.shape[-3])
+    if inputs.callbacks and longest > INDEX_LIMIT:
+        raise UnsupportedProblem(
+            f"a callback with an extent of {longest}: kernels give callbacks indices up to "
+            f"{INDEX_LIMIT} only"
+        )
 
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:

@@ -36,6 +36,7 @@ PARAMETERS = {
 }
 NATIVE_PARAMETERS = ("seqlen_info", "aux_tensors")
 MAX_REMEMBERED = 4096
+INDEX_LIMIT = 2**24  # in kernels b, h, q_idx and kv_idx are below it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,9 +14,7 @@ import functools
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64
 
-from flash_cute.variant import HOST, torch_dtype
-
-INDEX_LIMIT = 2**24  # b, h, q_idx and kv_idx are below it
+from flash_cute.variant import HOST, INDEX_LIMIT, torch_dtype
 
 INT_RANGES = {
     "bool": (0, 1),

@@ -125,7 +125,7 @@ def fmod(a, b):
 
 
 def _truncated_remainder(a, b):
-    """The remainder with the sign of a: the DSL's, but of two constants, which it folds as Python."""
+    """The remainder with the sign of a: the DSL's, but for constants, which it folds as Python."""
     if isinstance(a.value, (int, float)) and isinstance(b.value, (int, float)):
         return type(a)(math.fmod(a.value, b.value))
     return a % b
