@@ -92,8 +92,6 @@ SM90 = Declaration(
             Feature.LSE,
             Feature.VARLEN,
             Feature.SEQUSED,
-            Feature.SCORE_MOD,
-            Feature.MASK_MOD,
             Feature.HEAD_DIM_V,
         }
     ),

@@ -23,7 +23,6 @@ GPU_MARKERS = frozenset({"gpu", "sm80", "sm90", "sm100"})
 # Options (by destination) that leave tests out.
 SELECTIONS = (
     "keyword",
-    "markexpr",
     "deselect",
     "ignore",
     "ignore_glob",
@@ -44,7 +43,9 @@ def source_fingerprint(package: Path = ROOT / "flash_cute") -> str:
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Whether the command line asks for every test."""
+    """Whether the command line asks for every test, or for every GPU test (-m gpu)."""
+    if (getattr(config.option, "markexpr", "") or "gpu") != "gpu":
+        return False
     if any(getattr(config.option, name, None) for name in SELECTIONS):
         return False
     whole = {ROOT, ROOT / "tests"}
