@@ -2,8 +2,8 @@
 
 Algorithm, per tile of tile_m queries of one head, keys visited from the last block to the first:
     S = Q K_j^T                          wgmma, issued while the softmax of block j+1 is finished
-    mask S in edge blocks; P = exp2(S * scale - max), max as known from earlier blocks where it still
-    serves (device/softmax.py); rescale O when it had to rise
+    mask S in edge blocks; P = exp2(S * scale - max), with the maximum of earlier blocks where it
+    still serves (device/softmax.py); rescale O when it had to rise
     O = O + P V_j                        wgmma with P from registers
     out = O / row_sum, lse = log(row_sum) + max
 
