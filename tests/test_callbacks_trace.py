@@ -477,3 +477,18 @@ def test_gathers_past_the_end_stay_inside_on_a_gpu(hopper: None):
         torch.zeros(1, 1, 1, 8),
     )
     assert ((got >= 0) & (got <= 6)).all()
+
+
+def test_conversions_of_neighbouring_indices_are_shared():
+    """Distances become floats by one conversion a row and an addition an element."""
+    from flash_cute.sm90.config import default_config
+    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
+    from flash_cute.specialization import ForwardSpecialization
+
+    slopes = torch.zeros(HEADS)
+    callback = as_callback(lambda s, b, h, i, j: s - slopes[h] * torch.abs(i - j), "score_mod")
+    spec = ForwardSpecialization("bf16", 128, 128, False, False, score_mod=callback.key)
+    kernel = FlashAttentionForwardSm90(spec, default_config(spec, 8192))
+    ptx = compile.inspect_kernel(kernel, ARCH).ptx
+    # 64 in the first block of a tile, whose columns are clamped one by one, and 2 in the others.
+    assert 0 < ptx.count("cvt.rn.f32.s32") <= 64 + 4

@@ -256,14 +256,15 @@ def _position(index, size):
 def trace_score_mod(callback, score, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
     """Return the new score of one element.
 
-    Shapes:   score Float32; b, h, q_idx, kv_idx Int32; tensors: those of callback.key, in order,
+    Shapes:   score Float32; b, h, q_idx Int32; kv_idx Int32, or (Int32, int) whose sum it is, the
+              first shared by the elements of a thread; tensors: those of callback.key, in order,
               0-dim ones as tensors of one element or as values (``load_scalars``)
     Units:    indices are within the sequence, h is the query head, all below INDEX_LIMIT
     Raises:   UnsupportedProblem naming the line of the user's function, while tracing
     """
     if callback.key.form == NATIVE:
         function = callback.with_tensors(())
-        named = {"q_idx": q_idx, "kv_idx": kv_idx, "seqlen_info": seqlen_info}
+        named = {"q_idx": q_idx, "kv_idx": _plain(kv_idx), "seqlen_info": seqlen_info}
         return Float32(function(score, b, h, **named, aux_tensors=tensors))
     indices = (index_value(index) for index in (b, h, q_idx, kv_idx))
     result = _traced(callback, tensors, (TracedValue("float32", Float32(score)), *indices))
@@ -274,12 +275,16 @@ def trace_mask_mod(callback, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
     """Return whether the key of one element is visible; otherwise as ``trace_score_mod``."""
     if callback.key.form == NATIVE:
         function = callback.with_tensors(())
-        return Boolean(function(b, h, q_idx, kv_idx, seqlen_info, tensors))
+        return Boolean(function(b, h, q_idx, _plain(kv_idx), seqlen_info, tensors))
     indices = (index_value(index) for index in (b, h, q_idx, kv_idx))
     result = _traced(callback, tensors, tuple(indices))
     if promote(result) != "bool":
         raise InvalidProblem(f"mask_mod returned torch.{promote(result)}, expected torch.bool")
     return convert(result, "bool").value
+
+
+def _plain(index):
+    return index[0] + index[1] if isinstance(index, tuple) else index
 
 
 def _traced(callback, tensors, args):

@@ -9,9 +9,12 @@ are rounded after each operation, as torch does.
 torch is not imported: its functions come here by ``__torch_function__`` and count by their name.
 """
 
+import dataclasses
 import functools
+import operator
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64
 
 from flash_cute.variant import HOST, INDEX_LIMIT, torch_dtype
@@ -47,16 +50,21 @@ class TracedValue:
     Shapes: value is Boolean for bool, Int32 or Int64 for integers, Float32 for float16, bfloat16
             and float32, Float64 for float64
     Units:  bounds are the least and the greatest value of an integer, both inclusive
+
+    An integer may also be known as base + offset, with the base shared by many elements and the
+    offset a Python number, or as the absolute value of one (`Sum`). Its conversion to float32 then
+    costs an addition: conversions run at a quarter of the rate, on the unit of the exponentials.
     """
 
-    __slots__ = ("bounds", "dtype_name", "value")
+    __slots__ = ("bounds", "dtype_name", "sum", "value")
     __array_ufunc__ = None  # numpy's numbers leave operators to this class
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def __init__(self, dtype_name, value, bounds=(0, 0)):
+    def __init__(self, dtype_name, value, bounds=(0, 0), sum=None):
         self.dtype_name = dtype_name
         self.value = value
         self.bounds = bounds
+        self.sum = sum
 
     def __repr__(self):
         return f"<traced {self.dtype_name}>"
@@ -122,9 +130,47 @@ def is_float(dtype):
     return dtype in _FLOAT_ORDER
 
 
-def index_value(value):
-    """Wrap one of the indices that a callback is called with."""
-    return TracedValue("int64", Int32(value), (0, INDEX_LIMIT - 1))
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """An integer as base + offset, or the absolute value of that: base Int32, offset int."""
+
+    base: object
+    offset: int
+    is_absolute: bool = False
+
+    def to_float(self):
+        """The same number in float32, exact below 2**24."""
+        value = Float32(self.base) + Float32(float(self.offset))
+        return cute.math.abs(value) if self.is_absolute else value
+
+
+def index_value(index):
+    """Wrap one of the indices that a callback is called with: an Int32, or (base, offset)."""
+    base, offset = index if isinstance(index, tuple) else (index, 0)
+    base = Int32(base)
+    value = base if offset == 0 else base + Int32(offset)
+    total = (
+        None if isinstance(base.value, int) else Sum(base, offset)
+    )  # constants fold by themselves
+    return TracedValue("int64", value, (0, INDEX_LIMIT - 1), total)
+
+
+def sum_of(op, a, b):
+    """The `Sum` of a + b or a - b, `op`, where both are sums or constants; else None."""
+    parts = []
+    for x in (a, b):
+        if x.sum is not None and not x.sum.is_absolute:
+            parts.append((x.sum.base, x.sum.offset))
+        elif x.bounds[0] == x.bounds[1]:
+            parts.append((None, x.bounds[0]))
+        else:
+            return None
+    (base_a, offset_a), (base_b, offset_b) = parts
+    if base_a is None or (base_b is None and op is operator.sub):
+        base = base_a if base_b is None else None if op is operator.sub else base_b
+    else:
+        base = base_a if base_b is None else op(base_a, base_b)
+    return None if base is None else Sum(base, op(offset_a, offset_b))
 
 
 def operand(value):
@@ -193,6 +239,9 @@ def convert(x, dtype):
         return TracedValue("bool", x.value != type(x.value)(0), (0, 1))
     if is_float(dtype):
         kind = Float64 if dtype == "float64" else Float32
+        is_exact = -(2**24) <= x.bounds[0] and x.bounds[1] <= 2**24
+        if x.sum is not None and kind is Float32 and is_exact:
+            return rounded(dtype, x.sum.to_float())
         value = Int32(x.value) if x.dtype_name == "bool" else x.value
         return rounded(dtype, kind(value))
     if is_float(x.dtype_name):

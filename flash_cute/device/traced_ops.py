@@ -3,8 +3,10 @@
 Importing this fills ``traced.OPERATIONS``.
 """
 
+import dataclasses
 import functools
 import math
+import operator
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
@@ -22,6 +24,7 @@ from flash_cute.device.traced import (
     promote,
     rounded,
     select,
+    sum_of,
     wrapped,
 )
 
@@ -53,7 +56,10 @@ def _arithmetic(a, b, op):
         return rounded(dtype, op(a.value, b.value))
     if dtype == "bool":
         raise Untraceable("arithmetic on booleans: use & | ^ ~, or .int() first")
-    return _integer(dtype, a, b, op, _corners(a, b, op))
+    result = _integer(dtype, a, b, op, _corners(a, b, op))
+    if op in (operator.add, operator.sub) and fits_int32(result.bounds):
+        result.sum = sum_of(op, a, b)
+    return result
 
 
 def add(a, b, *, alpha=1):
@@ -62,12 +68,12 @@ def add(a, b, *, alpha=1):
     a, b = operand(a), operand(b)
     if promote(a, b) == "bool":
         return bitwise_or(a, b)
-    return _arithmetic(a, b, lambda x, y: x + y)
+    return _arithmetic(a, b, operator.add)
 
 
 def sub(a, b, *, alpha=1):
     """Return a - alpha * b."""
-    return _arithmetic(a, b if alpha == 1 else mul(b, alpha), lambda x, y: x - y)
+    return _arithmetic(a, b if alpha == 1 else mul(b, alpha), operator.sub)
 
 
 def mul(a, b):
@@ -75,7 +81,7 @@ def mul(a, b):
     a, b = operand(a), operand(b)
     if promote(a, b) == "bool":
         return bitwise_and(a, b)
-    return _arithmetic(a, b, lambda x, y: x * y)
+    return _arithmetic(a, b, operator.mul)
 
 
 def div(a, b, *, rounding_mode=None):
@@ -204,7 +210,10 @@ def abs_(a):
     low, high = a.bounds
     bounds = (0 if high >= 0 else -high, max(-low, high))
     negate = lambda x, _: cute.math.max(x, -x)
-    return _integer(a.dtype_name, a, a, negate, bounds)
+    result = _integer(a.dtype_name, a, a, negate, bounds)
+    if a.sum is not None and not a.sum.is_absolute:
+        result.sum = dataclasses.replace(a.sum, is_absolute=True)
+    return result
 
 
 def pow_(a, b):

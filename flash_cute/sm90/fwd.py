@@ -517,9 +517,9 @@ class FlashAttentionForwardSm90:
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             q_idx = cutlass.min(first_row + 8 * r, last_q)
             for i in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                kv_idx = first_col + column_offset(i)
+                kv_idx = (first_col, column_offset(i))
                 if const_expr(is_edge):
-                    kv_idx = cutlass.min(kv_idx, last_k)
+                    kv_idx = cutlass.min(first_col + column_offset(i), last_k)
                 place = (batch, head, q_idx, kv_idx)
                 score = S[r, i]
                 if const_expr(self.score_mod is not None):
