@@ -1,4 +1,4 @@
-"""Command line: ``python -m bench fwd|host|compile``; each subcommand explains itself with -h."""
+"""Command line: ``python -m bench fwd|host|compile|variants``; each subcommand explains itself with -h."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import compile, fwd, host, peers, shapes, timing
+from . import compile, fwd, host, peers, shapes, timing, variants
 
 DEFAULT_OUT = Path(".bench")
 
@@ -31,7 +31,11 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--only", help="kernels to compile, e.g. d=128,causal")
     three.add_argument("--arch", help="cross-compile for this target, e.g. sm_90a (the GPU's own)")
     three.add_argument("--quick", action="store_true", help="one process per figure, d=128 only")
-    for command in (one, two, three):
+    four = commands.add_parser("variants", help="masks, callbacks and packed sequences")
+    four.add_argument("--rounds", type=positive, help="samples of each contestant (11)")
+    four.add_argument("--only", help=f"some of {','.join(variants.GROUPS)} (all)")
+    four.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
+    for command in (one, two, three, four):
         command.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder (.bench)")
     return top
 
@@ -73,17 +77,29 @@ def compile_options(arguments: argparse.Namespace) -> compile.Options:
     return compile.Options(shapes.specialisations(cells), rounds, arguments.out, arguments.arch)
 
 
+def variants_options(arguments: argparse.Namespace) -> variants.Options:
+    """The options of `bench variants`. Raises: ValueError for a group that means nothing."""
+    plan = timing.Plan()
+    if arguments.rounds is not None:
+        plan = timing.Plan(arguments.rounds, arguments.rounds)
+    chosen = variants.choose(arguments.only)
+    return variants.Options(plan, arguments.out, arguments.seed, chosen)
+
+
 def main(argv: list[str] | None = None) -> int:
     top = parser()
     arguments = top.parse_args(argv)
     if arguments.command == "host":
         return host.run(arguments.rounds, arguments.out)
-    build = fwd_options if arguments.command == "fwd" else compile_options
     try:
-        options = build(arguments)
+        if arguments.command == "fwd":
+            return fwd.run(fwd_options(arguments))
+        if arguments.command == "variants":
+            return variants.run(variants_options(arguments))
+        options = compile_options(arguments)
     except ValueError as error:
         top.error(str(error))
-    return fwd.run(options) if isinstance(options, fwd.Options) else compile.run(options)
+    return compile.run(options)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,7 +159,11 @@ def measure(
 
 
 def enter(
-    peer: Peer, shape: Shape, inputs: peers.Inputs, rng: random.Random
+    peer: Peer,
+    shape: Shape,
+    inputs: peers.Inputs,
+    rng: random.Random,
+    judge: Callable[..., gate.Verdict] = gate.check,
 ) -> tuple[timing.Contestant, str] | Result:
     """A contestant that passed the gate on every input set, with the verdict; else the reason."""
     reason = peer.refuses(shape)
@@ -172,7 +176,7 @@ def enter(
             poison_free_memory(shape)
             with contestant.scope():
                 out = peer.output(contestant.call(number))
-            judged = gate.check(out, one, shape, rng)
+            judged = judge(out, one, shape, rng)
             del out
             verdict = str(judged)
             if not judged.is_right:

@@ -8,11 +8,15 @@ lowprec is the same mathematics in the input's dtype.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .shapes import Shape
+
+# (scores, batch, head, q_idx, kv_idx) -> scores, -inf where hidden; the indices broadcast to scores
+Change = Callable[..., torch.Tensor]
 
 PAIRS = 6  # sampled (batch, head) pairs, the first and the last among them
 ROWS = 24  # sampled rows of each pair
@@ -34,9 +38,16 @@ class Verdict:
 
 
 def check(
-    out: torch.Tensor, inputs: tuple[torch.Tensor, ...], shape: Shape, rng: random.Random
+    out: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    shape: Shape,
+    rng: random.Random,
+    change: Change | None = None,
 ) -> Verdict:
-    """Judge `out` (batch, seqlen_q, heads, head_dim_v) computed from inputs = (q, k, v)."""
+    """Judge `out` (batch, seqlen_q, heads, head_dim_v) computed from inputs = (q, k, v).
+
+    `change` is what the call does to its scaled scores; without it, the causal mask of the shape.
+    """
     expected = (shape.batch, shape.seqlen_q, shape.num_heads_q, shape.head_dim_v)
     if tuple(out.shape) != expected:
         return Verdict(False, float("inf"), 0.0, f"shape {tuple(out.shape)}, expected {expected}")
@@ -46,7 +57,7 @@ def check(
     worst_ratio = -1.0
     for batch, head in sampled_pairs(shape, rng):
         rows = sampled_rows(shape.seqlen_q, rng)
-        errors, limits = _judge(out, inputs, shape, (batch, head), rows)
+        errors, limits = _judge(out, inputs, shape, (batch, head), rows, change)
         ratios = errors / limits
         at = int(ratios.argmax())
         if float(ratios[at]) > worst_ratio:
@@ -80,6 +91,7 @@ def _judge(
     shape: Shape,
     pair: tuple[int, int],
     rows: list[int],
+    change: Change | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Error and limit of each row, (rows,) float64 each."""
     batch, head = pair
@@ -87,12 +99,19 @@ def _judge(
     index = torch.tensor(rows, device=out.device)
     q = inputs[0][batch, index, head]
     k, v = inputs[1][batch, :, head_kv], inputs[2][batch, :, head_kv]
-    hidden = None
-    if shape.is_causal:
-        last = index[:, None] + (shape.seqlen_k - shape.seqlen_q)
-        hidden = torch.arange(shape.seqlen_k, device=out.device)[None, :] > last
-    ref = _attend(q.double(), k.double(), v.double(), hidden)
-    lowprec = _attend(q, k, v, hidden).double()
+    q_idx, kv_idx = index[:, None], torch.arange(shape.seqlen_k, device=out.device)[None, :]
+
+    def changed(scores: torch.Tensor) -> torch.Tensor:
+        if change is not None:
+            b, h = (torch.tensor(i, device=out.device) for i in pair)
+            return change(scores, b, h, q_idx, kv_idx)
+        if shape.is_causal:
+            last = q_idx + (shape.seqlen_k - shape.seqlen_q)
+            return scores.masked_fill(kv_idx > last, float("-inf"))
+        return scores
+
+    ref = _attend(q.double(), k.double(), v.double(), changed)
+    lowprec = _attend(q, k, v, changed).double()
     got = out[batch, index, head].double()
     floor = torch.finfo(out.dtype).eps / 2 * ref.abs().amax(dim=-1)
     limits = 2 * (lowprec - ref).abs().amax(dim=-1) + floor + 1e-30
@@ -100,10 +119,11 @@ def _judge(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    changed: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Attention of a few rows by definition, in the dtype given; no visible key gives 0."""
-    scores = (q @ k.T) * q.shape[-1] ** -0.5
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.softmax(scores, dim=-1).nan_to_num(0.0) @ v
+    scores = changed((q @ k.T) * q.shape[-1] ** -0.5)
+    return torch.softmax(scores, dim=-1).nan_to_num(0.0).to(v.dtype) @ v

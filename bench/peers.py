@@ -227,6 +227,46 @@ class FlashAttention3(Peer):
         return torch.from_dlpack(self.wait(result))
 
 
+class FlexAttention(Peer):
+    """torch's flex_attention, compiled (Triton), on transposed views."""
+
+    name, label, package = "flex", "FlexAttention", "torch"
+
+    def missing(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "torch sees no GPU"
+        return import_error("triton", "torch.nn.attention.flex_attention")
+
+    def call(self, shape: Shape, sets: Inputs) -> Callable[[int], Any]:
+        return self.compiled(shape, sets, None)
+
+    def compiled(
+        self, shape: Shape, sets: Inputs, score_mod: Callable[..., Any] | None
+    ) -> Callable[[int], Any]:
+        """Its call with a score_mod, under the causal mask of the shape if it has one."""
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        attend = torch.compile(flex.flex_attention, dynamic=False)
+        views = [tuple(t.transpose(1, 2) for t in one) for one in sets]  # (b, h, s, d), no copy
+        options = {"enable_gqa": shape.num_heads_q != shape.num_heads_kv, "score_mod": score_mod}
+        if shape.is_causal:
+            shift = shape.seqlen_k - shape.seqlen_q
+            sizes = (None, None, shape.seqlen_q, shape.seqlen_k)
+            mask = flex.create_block_mask(
+                lambda b, h, q_idx, kv_idx: q_idx + shift >= kv_idx,
+                *sizes,
+                device=sets[0][0].device,
+            )
+            options["block_mask"] = mask
+
+        def enqueue(i: int) -> Any:
+            return attend(*views[i % len(views)], **options)
+
+        return enqueue
+
+    def output(self, result: Any) -> torch.Tensor:
+        return result.transpose(1, 2)
+
+
 @cache
 def load_cudart() -> str | None:
     """Load libcudart.so.13 so that later libraries find its symbols; why that failed, else None."""
@@ -247,17 +287,18 @@ def load_cudart() -> str | None:
 
 OURS = FlashCute()
 PEERS: tuple[Peer, ...] = (FlashAttention4(), Cudnn(), FlashAttention3(), FlashAttention2())
+EXTRA: tuple[Peer, ...] = (FlexAttention(),)  # on request only: it compiles for every shape
 
 
 def choose(names: str | None) -> list[Peer]:
-    """The peers named in a comma-separated list; all of them without one; none for ``none``.
+    """The peers named in a comma-separated list; the usual ones without; none for ``none``.
 
     Raises: ValueError for a name that is no peer.
     """
     if names is None:
         return list(PEERS)
     wanted = [n.strip().lower() for n in names.split(",") if n.strip() and n.strip() != "none"]
-    known = {p.name: p for p in PEERS}
+    known = {p.name: p for p in (*PEERS, *EXTRA)}
     for name in wanted:
         if name not in known:
             raise ValueError(f"--peers names {name!r}, expected some of {', '.join(known)}")

@@ -92,6 +92,13 @@ def specialisations(shapes: Iterable[Shape]) -> list[Shape]:
     ]
 
 
+# `bench variants`: lengths of 8k, and packed sequences of 128 to 8k tokens, 32k in all.
+VARIANT_SEQLEN = 8192
+VARLEN_LENGTHS = (8192, 4096, 128, 2048, 1024, 6144, 512, 256, 3072, 384, 4480, 2432)
+DENSITIES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)  # of random block masks
+MASK_BLOCK = 128
+
+
 def host_shape() -> Shape:
     """The shape of `bench host`: so little device work that the host's time is what is seen."""
     return square(128, 1, 1, (128, 128), False)

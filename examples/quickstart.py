@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from _common import time_on_gpu
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_cute
@@ -78,22 +79,6 @@ def run_on_gpu() -> None:
     # Two matrix products of 2 * seqlen^2 * head_dim operations per head; causal needs half.
     operations = 4 * batch * HEADS_Q * seqlen**2 * HEAD_DIM / 2
     print(f"  {seconds * 1e6:.0f} µs a call, {operations / seconds / 1e12:.0f} TFLOP/s")
-
-
-def time_on_gpu(call: Callable[[], Any], rounds: int = 10, calls: int = 10) -> float:
-    """Return the median time of a call in seconds; `python -m bench` measures with more care."""
-    for _ in range(calls):
-        call()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / calls)
-    return sorted(times)[rounds // 2]
 
 
 def run_on_cpu() -> None:

@@ -38,6 +38,37 @@ class BlockStructure:
     block_size: tuple[int, int]
     mask_mod: Callable[..., Any] | None  # None: partial blocks are visible throughout
 
+    def launch_arguments(self, tile: tuple[int, int], seqlens: tuple[int, int]) -> tuple[int, ...]:
+        """Return the lists as plain integers for a kernel with that tile.
+
+        In the order of device/block_sparsity.py.
+        Contract: the lists must outlive the launch; they are read as int32, densely packed.
+        """
+        sizes = [
+            min(size, -(-length // step) * step)  # a block may be larger than the problem
+            for size, length, step in zip(self.block_size, seqlens, tile, strict=True)
+        ]
+        arguments = [max(1, size // step) for size, step in zip(sizes, tile, strict=True)]
+        for count, index in (
+            (self.partial_count, self.partial_index),
+            (self.full_count, self.full_index),
+        ):
+            if count is None or index is None:
+                continue
+            batch, heads, rows = count.shape
+            distances = (heads * rows if batch > 1 else 0, rows if heads > 1 else 0)
+            arguments += [count.data_ptr(), index.data_ptr(), *distances, index.shape[-1]]
+        return tuple(arguments)
+
+    def packed(self) -> BlockStructure:
+        """Return it with lists as `launch_arguments` needs them; itself where they are."""
+        names = ("partial_count", "partial_index", "full_count", "full_index")
+        tensors = {name: getattr(self, name) for name in names}
+        ready = {n: t if t is None else t.int().contiguous() for n, t in tensors.items()}
+        if all(ready[name] is tensors[name] for name in names):
+            return self
+        return dataclasses.replace(self, **ready)
+
     @functools.cached_property
     def block_maps(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Which blocks are partial and which full, (b, h, rows, cols) bool each."""

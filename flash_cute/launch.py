@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -101,9 +102,7 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
     Raises: UnsupportedProblem, CompileDisallowed, CaptureError; all before anything is enqueued.
     """
     target = selection.current_target(problem.device)
-    score_mod, mask_mod = inputs.score_callback, inputs.mask_callback
-    keys = (score_mod and score_mod.key, mask_mod and mask_mod.key)
-    kernel_key = selection.key_for(problem, target, inputs.kernel, keys)
+    kernel_key = selection.key_for(problem, target, inputs.kernel, _variant(inputs))
     _check_indices(problem, inputs)
     if inputs.q.numel() == 0 or inputs.k.numel() == 0:
         return _without_keys(problem, inputs)
@@ -118,11 +117,29 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
             _plans[key] = plan
         addresses, _ = _describe(tuple(getattr(inputs, name) for name in EXTRAS))
         qkv = (inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr())
-        captured = [c.launch_arguments() for c in (score_mod, mask_mod) if c is not None]
-        result = plan.run(qkv, addresses, inputs.out, tuple(itertools.chain(*captured)))
+        more = [callback.launch_arguments() for callback in inputs.callbacks]
+        if inputs.block_mask is not None:
+            tile = (kernel_key.config.tile_m, kernel_key.config.tile_n)
+            more.append(
+                inputs.block_mask.launch_arguments(tile, (problem.seqlen_q, problem.seqlen_k))
+            )
+        result = plan.run(qkv, addresses, inputs.out, tuple(itertools.chain(*more)))
     if given.out is not None and inputs.out is None:
         return _into(given.out, result)
     return result
+
+
+def _variant(inputs: AttentionInputs) -> selection.Variant:
+    """What of the callbacks and the block mask shapes code."""
+    score_mod, mask_mod = inputs.score_callback, inputs.mask_callback
+    block_mod, blocks = inputs.block_callback, inputs.block_mask
+    return selection.Variant(
+        score_mod=None if score_mod is None else score_mod.key,
+        mask_mod=None if mask_mod is None else mask_mod.key,
+        block_mod=None if block_mod is None else block_mod.key,
+        has_full_blocks=blocks is not None and blocks.full_count is not None,
+        block_size=None if blocks is None else blocks.block_size,
+    )
 
 
 def _check_indices(problem: AttentionProblem, inputs: AttentionInputs) -> None:
@@ -137,7 +154,7 @@ def _check_indices(problem: AttentionProblem, inputs: AttentionInputs) -> None:
 
 def _readable(inputs: AttentionInputs) -> AttentionInputs:
     """Copy what no kernel can read as it lies; drop an out that none can write."""
-    changed: dict[str, torch.Tensor | None] = {
+    changed: dict[str, Any] = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name in ("q", "k", "v")
         if not is_readable(tensor := getattr(inputs, name))
@@ -146,6 +163,8 @@ def _readable(inputs: AttentionInputs) -> AttentionInputs:
         changed["out"] = None
     if inputs.sink is not None and inputs.sink.dtype not in selection.SINK_DTYPE_NAMES:
         changed["sink"] = inputs.sink.float()
+    if inputs.block_mask is not None:
+        changed["block_mask"] = inputs.block_mask.packed()
     return dataclasses.replace(inputs, **changed) if changed else inputs
 
 

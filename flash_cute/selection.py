@@ -101,6 +101,20 @@ KERNELS = (SM90,)
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What shapes code besides the problem: callbacks, and which lists a block mask has."""
+
+    score_mod: CallbackKey | None = None
+    mask_mod: CallbackKey | None = None
+    block_mod: CallbackKey | None = None
+    has_full_blocks: bool = False
+    block_size: tuple[int, int] | None = None
+
+
+PLAIN = Variant()
+
+
+@dataclass(frozen=True)
 class KernelKey:
     """Everything that shapes a compiled kernel: the cache key, and all that compiling sees."""
 
@@ -145,12 +159,12 @@ def key_for(
     problem: AttentionProblem,
     target: Target,
     kernel: type[Any] | None = None,
-    callbacks: tuple[CallbackKey | None, CallbackKey | None] = (None, None),
+    variant: Variant = PLAIN,
 ) -> KernelKey:
     """Choose the kernel and its config for `problem` on `target`.
 
     Args:
-        callbacks: score_mod and mask_mod; needed to compile what the problem says it has.
+        variant: the callbacks and the block mask that the problem says it has; only to compile.
         kernel: the kernel class that must be used, one of the package's own; None leaves the choice
             to the table.
     Raises: UnsupportedProblem with what each candidate lacks.
@@ -158,7 +172,7 @@ def key_for(
     candidates = [d for d in KERNELS if kernel is None or d.is_class(kernel)]
     for declaration in candidates:
         if not declaration.lacks(problem, target):
-            return _key(declaration, problem, target, callbacks)
+            return _key(declaration, problem, target, variant)
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
 
 
@@ -173,7 +187,7 @@ def _key(
     declaration: Declaration,
     problem: AttentionProblem,
     target: Target,
-    callbacks: tuple[CallbackKey | None, CallbackKey | None],
+    variant: Variant,
 ) -> KernelKey:
     p, right = problem, problem.visible_right
     sink_dtype = SINK_DTYPE_NAMES.get(p.sink_dtype or p.dtype, "fp32") if p.has_sink else None
@@ -183,7 +197,7 @@ def _key(
         tile_dv=declaration.tile_head_dim(p.head_dim_v),
         is_causal=right == 0,
         has_lse=p.return_lse,
-        negate_scores=p.softmax_scale < 0 and not p.softcap and callbacks[0] is None,
+        negate_scores=p.softmax_scale < 0 and not p.softcap and variant.score_mod is None,
         has_window_left=p.visible_left is not None,
         has_window_right=right is not None and right != 0,
         has_chunk=p.attention_chunk > 0,
@@ -193,12 +207,21 @@ def _key(
         is_packed_k=p.is_packed_k,
         has_seqused_q=p.has_seqused_q,
         has_seqused_k=p.has_seqused_k,
-        score_mod=callbacks[0],
-        mask_mod=callbacks[1],
+        score_mod=variant.score_mod,
+        mask_mod=variant.mask_mod,
+        has_block_mask=p.has_block_mask,
+        has_full_blocks=variant.has_full_blocks,
+        block_mod=variant.block_mod,
     )
     # A packed length is a hint that must not shape code.
     seqlen_k = sm90.LONG_SEQLEN if p.is_packed_k else p.seqlen_k
-    return KernelKey(declaration.kernel, target.arch, spec, sm90.default_config(spec, seqlen_k))
+    config = sm90.default_config(spec, seqlen_k)
+    if variant.block_size is not None and not config.divides(variant.block_size):
+        raise UnsupportedProblem(
+            f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of "
+            f"({config.tile_m}, {config.tile_n}), the tile of {declaration.kernel}"
+        )
+    return KernelKey(declaration.kernel, target.arch, spec, config)
 
 
 def _refusal(

@@ -39,6 +39,9 @@ class ForwardSpecialization:
     has_seqused_k: bool = False
     score_mod: CallbackKey | None = None
     mask_mod: CallbackKey | None = None
+    has_block_mask: bool = False
+    has_full_blocks: bool = False
+    block_mod: CallbackKey | None = None  # mask_mod of the block mask: partial blocks only
 
     @property
     def modifies_scores(self) -> bool:
@@ -55,6 +58,7 @@ class ForwardSpecialization:
         """Readable part of the kernel's name, e.g. ``bf16_d192_v128_causal_lse``."""
         score = self.score_mod.digest[:8] if self.score_mod else ""
         mask = self.mask_mod.digest[:8] if self.mask_mod else ""
+        block = self.block_mod.digest[:8] if self.block_mod else ""
         parts = {
             self.dtype: True,
             f"d{self.tile_d}": True,
@@ -66,6 +70,8 @@ class ForwardSpecialization:
             "softcap": self.has_softcap,
             f"score{score}": self.score_mod is not None,
             f"mask{mask}": self.mask_mod is not None,
+            f"blocks{block}": self.has_block_mask,
+            "full": self.has_full_blocks,
             f"sink{self.sink_dtype}": self.sink_dtype is not None,
             "packedq": self.is_packed_q,
             "packedk": self.is_packed_k,

@@ -2,36 +2,156 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from flash_cute import Support, reference_mask
+
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+# Every file is run; a name with an underscore is a helper, and quickstart has tests of its own.
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
+GALLERY = [name for name in EXAMPLES if name != "quickstart.py"]
+HAS_GPU = torch.cuda.is_available()
 
 
-def run_example(name: str, cache: Path) -> str:
+def run_example(name: str, cache: Path, *arguments: str) -> str:
     """Run an example in its own process, as a reader would; returns what it printed."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "FLASH_CUTE_CACHE_DIR": str(cache), "PYTHONPATH": paths}
-    command = [sys.executable, str(ROOT / "examples" / name)]
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=cache.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_every_example_is_run():
-    assert EXAMPLES == ["quickstart.py"], "a new example needs a test below that runs it"
+def load_example(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+    """Import an example and its `_common` in this process."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    common = importlib.import_module("_common")
+    return importlib.import_module(name.removesuffix(".py")), common
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU: it runs the kernel as well")
+@pytest.mark.parametrize("name", GALLERY)
+def test_example_on_the_cpu_checks_itself_and_says_that_no_kernel_ran(name: str, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    text = run_example(name, tmp_path / "cache", "--plot", str(picture))
+    assert re.search(
+        r"reference, .*: worst row: error \d\.\de[-+]\d\d, \d\.\de[-+]\d\d allowed", text
+    )
+    assert "The CPU reference ran. No kernel was executed: that needs a Hopper GPU." in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "cache").exists(), "nothing is compiled without a GPU"
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
+@pytest.mark.parametrize("name", GALLERY)
+def test_example_on_a_gpu_checks_and_measures_or_says_why_not(name: str, tmp_path: Path):
+    text = run_example(name, tmp_path / "cache")
+    checked = re.findall(r"kernel, .*: worst row: error", text)
+    assert len(re.findall(r"\d+\.\d{3} ms, \d+ TFLOP/s", text)) == len(checked)
+    refused = re.findall(r"refused: no kernel runs this problem", text)
+    assert len(checked) + len(refused) == len(re.findall(r"reference, .*: worst row", text))
+    assert ("No kernel was executed" in text) == (not checked)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", GALLERY)
+def test_example_way_of_the_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Walk the way of a GPU with the CPU in its place."""
+    example, common = load_example(name, monkeypatch)
+    for what, value in (("GPU", "cpu"), ("SMALL", (1, 256)), ("LARGE", (1, 512))):
+        monkeypatch.setattr(common, what, value)
+    monkeypatch.setattr(common, "time_on_gpu", lambda call: 1e-3 if call() is not None else 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended GPU")
+    monkeypatch.setattr(sys, "argv", [name])
+    common.run(example.build, example.draw)
+    text = capsys.readouterr().out
+    num_ways = len(example.build("cpu", 1, 256).ways)
+    assert len(re.findall(r"kernel, .*: worst row", text)) == num_ways
+    assert len(re.findall(r"differs from the reference by 0\.0e", text)) == num_ways
+    assert len(re.findall(r": 1\.000 ms, \d+ TFLOP/s", text)) == num_ways
+    assert "No kernel" not in text
+
+
+@pytest.mark.cpu
+def test_example_that_is_refused_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    example, common = load_example("prefix_lm.py", monkeypatch)
+    for what, value in (("GPU", "cpu"), ("SMALL", (1, 64))):
+        monkeypatch.setattr(common, what, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended GPU")
+    monkeypatch.setattr(common, "is_supported", lambda *a, **k: Support(reason="it lacks masks"))
+    monkeypatch.setattr(sys, "argv", ["prefix_lm.py"])
+    common.run(example.build, example.draw)
+    text = capsys.readouterr().out
+    assert "prefix as a mask_mod: refused: it lacks masks" in text
+    assert "The CPU reference ran. No kernel was executed.\n" in text
+
+
+WRONG = {  # example -> how its definition is broken: the scores that it gets
+    "alibi.py": lambda scores: scores * 1.05,
+    "sliding_window_sink.py": lambda scores: scores.roll(1, dims=-1),
+    "tree_mask.py": lambda scores: scores.flip(-2),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", WRONG)
+def test_example_that_is_wrong_stops(name: str, monkeypatch: pytest.MonkeyPatch):
+    example, common = load_example(name, monkeypatch)
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(common, "SMALL", (1, 256))
+
+    def build(device: str, batch: int, seqlen: int) -> object:
+        right = example.build(device, batch, seqlen)
+        weights = right.weights
+        return replace(right, weights=lambda scores: weights(WRONG[name](scores)))
+
+    with pytest.raises(SystemExit, match="reference, .* is wrong"):
+        common.run(build, example.draw)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", GALLERY)
+def test_example_counts_the_work_that_its_definition_sees(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    example, _ = load_example(name, monkeypatch)
+    one = example.build("cpu", 2, 300)
+    sizes = (one.q.shape[1], one.k.shape[1])
+    mask = reference_mask(*sizes, batch=2, **one.mask)
+    scores = torch.zeros(2, one.q.shape[2], *sizes, dtype=torch.float64)
+    assert torch.equal(one.weights(scores) > 0, mask.expand_as(scores))
+
+
+def test_gallery_page_lists_every_example():
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    listed = re.findall(r"^\| `(\w+\.py)` \|", page, re.M)
+    assert sorted(listed) == GALLERY
 
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it runs the kernel instead")
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU: it runs the kernel instead")
 def test_quickstart_without_gpu_compiles_and_says_that_nothing_ran(tmp_path: Path):
     text = run_example("quickstart.py", tmp_path / "cache")
     assert re.search(r"largest error of the reference: \d\.\de-\d\d", text)
@@ -47,7 +167,7 @@ def test_quickstart_without_gpu_compiles_and_says_that_nothing_ran(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
 def test_quickstart_with_gpu_checks_and_measures(tmp_path: Path):
     text = run_example("quickstart.py", tmp_path / "cache")
     assert "kernel compiled" in text

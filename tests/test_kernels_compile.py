@@ -26,6 +26,8 @@ FEATURES = [
     {"is_causal": True, "has_chunk": True},
     {"has_softcap": True},
     {"sink_dtype": "bf16"},
+    {"has_block_mask": True, "has_full_blocks": True},
+    {"has_block_mask": True, "is_causal": True, "has_window_left": True},
     {**PACKED, **USED, **WINDOW, "has_chunk": True, "has_softcap": True, "sink_dtype": "fp32"},
 ]
 REGISTERS_AT_ENTRY = {256: 255, 384: 168, 512: 128}  # by threads of a CTA: 64k registers shared

@@ -33,6 +33,11 @@ class ForwardConfigSm90:
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of one block of scores."""
+        return self.tile_m, self.tile_n
+
+    @property
     def num_mma_warpgroups(self) -> int:
         return self.tile_m // 64
 
@@ -46,6 +51,10 @@ class ForwardConfigSm90:
         kv = self.num_stages * self.tile_n * (spec.tile_d + spec.tile_dv)
         barriers = 1024
         return (q + kv) * ELEMENT_BYTES + barriers
+
+    def divides(self, block_size: tuple[int, int]) -> bool:
+        """Whether blocks of a block mask are whole numbers of tiles."""
+        return block_size[0] % self.tile_m == 0 and block_size[1] % self.tile_n == 0
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""
@@ -81,6 +90,10 @@ def default_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigS
     tile_d, tile_dv = spec.tile_d, spec.tile_dv
     # What is done to every score sets the pace then, and needs more registers.
     is_busy = spec.modifies_scores or spec.mask_mod is not None
+    if spec.has_block_mask:
+        # Tiles divide mask blocks of 128; walking the lists takes the load warp more registers.
+        tile_n = 64 if tile_d == 256 or tile_dv == 192 else 128
+        return ForwardConfigSm90(128, tile_n, regs_load=56, regs_mma=224)
     if tile_d == 64:
         if is_busy or (spec.is_causal and seqlen_k <= SHORT_SEQLEN):
             return ForwardConfigSm90(128, 128)

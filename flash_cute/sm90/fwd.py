@@ -56,7 +56,8 @@ ROWS_PER_WARP = 16
 ELEMENTS_PER_RUN = 8  # 16 bytes of shared memory
 ROWS_PER_THREAD = 2  # of a 64-row wgmma accumulator
 TILE_STAGES = 2
-TILE_FIELDS = 8  # 32-bit words of a tile announcement, of which 7 are used
+TILE_FIELDS = 8  # 32-bit words of a tile announcement: coordinates, lengths
+SPARSE_TILE_FIELDS = 12  # and the counts of a block mask
 
 
 class Barrier(enum.IntEnum):
@@ -81,7 +82,8 @@ class SharedTensors(NamedTuple):
     sQ: cute.Tensor
     sK: cute.Tensor
     sV: cute.Tensor
-    tiles: cute.Tensor  # (TILE_FIELDS, TILE_STAGES) int32
+    tiles: cute.Tensor  # (fields, TILE_STAGES) int32
+    blocks: cute.Tensor  # (num_stages,) int32: the block in each stage of K, with a block mask
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Work:
     tile: Tile
     seqlen: SeqlenInfo
     blocks: BlockRange
+    num_partial: Int32  # listed blocks of a block mask; 0 without one
+    num_full: Int32
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Consumer:
     tSrK: cute.Tensor
     tOrV: cute.Tensor
     sV: cute.Tensor
+    blocks: cute.Tensor
     acc_O: cute.Tensor
     rP: cute.Tensor
     row_max: cute.Tensor  # (rows,) f32, as row_sum and o_scale
@@ -121,6 +126,8 @@ class FlashAttentionForwardSm90:
         self.name = f"flash_fwd_sm90_{spec.label}_m{config.tile_m}n{config.tile_n}"
         self.score_mod = callback_for(spec.score_mod) if spec.score_mod is not None else None
         self.mask_mod = callback_for(spec.mask_mod) if spec.mask_mod is not None else None
+        self.block_mod = callback_for(spec.block_mod) if spec.block_mod is not None else None
+        self.tile_fields = SPARSE_TILE_FIELDS if spec.has_block_mask else TILE_FIELDS
         self.smem_bytes = config.smem_bytes(spec)
         self.mask = AttentionMask(
             is_causal=spec.is_causal,
@@ -162,7 +169,8 @@ class FlashAttentionForwardSm90:
             k_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
             tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
-            tiles: cute.struct.MemRange[Int32, TILE_FIELDS * TILE_STAGES]
+            tiles: cute.struct.MemRange[Int32, self.tile_fields * TILE_STAGES]
+            blocks: cute.struct.MemRange[Int32, config.num_stages]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.q.layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.k.layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.v.layout)], 1024]
@@ -186,7 +194,8 @@ class FlashAttentionForwardSm90:
             storage.sQ.get_tensor(p.q.layout.outer, swizzle=p.q.layout.inner),
             storage.sK.get_tensor(p.k.layout.outer, swizzle=p.k.layout.inner),
             storage.sV.get_tensor(p.v.layout.outer, swizzle=p.v.layout.inner),
-            storage.tiles.get_tensor(cute.make_layout((TILE_FIELDS, TILE_STAGES))),
+            storage.tiles.get_tensor(cute.make_layout((self.tile_fields, TILE_STAGES))),
+            storage.blocks.get_tensor(cute.make_layout(self.config.num_stages)),
         )
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.regs_load)
@@ -247,23 +256,33 @@ class FlashAttentionForwardSm90:
                 following = p.scheduler.fetch()
             seqlen = p.sequences.of(tile.batch)
             if tile.m_block * self.config.tile_m < seqlen.seqlen_q:
-                tile_state = self.announce(smem, pipes, tile_state, tile, seqlen)
+                counts = self.count_blocks(p, tile)
+                tile_state = self.announce(smem, pipes, tile_state, tile, seqlen, counts)
                 q_state, k_state, v_state = self.load_tile(
-                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen
+                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen, counts
                 )
             tile_idx = cute.arch.shuffle_sync(following, 0)
             tile, cursor = p.scheduler.locate(tile_idx, cursor)
-        self.announce(smem, pipes, tile_state, tile, SeqlenInfo(*[Int32(0)] * 4))
+        self.announce(smem, pipes, tile_state, tile, SeqlenInfo(*[Int32(0)] * 4), ())
         p.scheduler.close(tile_idx, cursor)
 
     @cute.jit
-    def announce(self, smem: SharedTensors, pipes: Pipes, state, tile: Tile, seqlen: SeqlenInfo):
+    def count_blocks(self, p: ForwardParams, tile: Tile):
+        """(partial, full) blocks that the block mask lists for a tile; empty without one."""
+        counts = ()
+        if const_expr(self.spec.has_block_mask):
+            counts = p.blocks.counts(tile.m_block, tile.head, tile.batch)
+        return counts
+
+    @cute.jit
+    def announce(self, smem, pipes: Pipes, state, tile: Tile, seqlen: SeqlenInfo, counts):
         """Tell the consumers the next tile; returns the advanced state."""
         pipes.tile.producer_acquire(state)
         if cute.arch.lane_idx() == 0:
             slot = smem.tiles[None, state.index]
             fields = (tile.m_block, tile.head, tile.batch)
             fields += (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.offset_q, seqlen.offset_k)
+            fields += tuple(counts)
             for i in cutlass.range_constexpr(len(fields)):
                 slot[i] = fields[i]
             pipes.tile.producer_commit(state)
@@ -272,7 +291,14 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def load_tile(
-        self, p: ForwardParams, smem: SharedTensors, pipes: Pipes, states, tile: Tile, seqlen
+        self,
+        p: ForwardParams,
+        smem: SharedTensors,
+        pipes: Pipes,
+        states,
+        tile: Tile,
+        seqlen,
+        counts,
     ):
         """Load Q and all blocks of K and V of a tile; returns the advanced states."""
         q_state, k_state, v_state = states
@@ -283,16 +309,27 @@ class FlashAttentionForwardSm90:
         q_copy = self.partition_tma(p.q, smem.sQ, tile_d, (seqlen.offset_q, tile.head, batch_q))
         k_copy = self.partition_tma(p.k, smem.sK, tile_d, kv)
         v_copy = self.partition_tma(p.v, smem.sV, tile_dv, kv)
-        blocks = self.mask.block_range(tile.m_block, seqlen, p.bounds)
-
         # V of a block follows K of the next: the consumers ask for them in this order.
-        last = blocks.end - 1
-        k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last)
-        q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
-        for i in cutlass.range(last - blocks.begin, unroll=1):
-            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last - i - 1)
-            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, last - i)
-        v_state = self.load_block(p.v, pipes.v, v_state, v_copy, blocks.begin)
+        if const_expr(self.spec.has_block_mask):
+            num_partial, num_full = counts
+            n_block = p.blocks.visit(Int32(0), num_partial, tile.m_block, tile.head, tile.batch)
+            k_state = self.load_listed(p, smem, pipes, k_state, k_copy, n_block)
+            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
+            for i in cutlass.range(1, num_partial + num_full, unroll=1):
+                following = p.blocks.visit(i, num_partial, tile.m_block, tile.head, tile.batch)
+                k_state = self.load_listed(p, smem, pipes, k_state, k_copy, following)
+                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
+                n_block = following
+            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
+        else:
+            blocks = self.mask.block_range(tile.m_block, seqlen, p.bounds)
+            last = blocks.end - 1
+            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last)
+            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
+            for i in cutlass.range(last - blocks.begin, unroll=1):
+                k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last - i - 1)
+                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, last - i)
+            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, blocks.begin)
         return q_state, k_state, v_state
 
     def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, origin):
@@ -322,6 +359,15 @@ class FlashAttentionForwardSm90:
         state.advance()
         return state
 
+    @cute.jit
+    def load_listed(self, p: ForwardParams, smem, pipes: Pipes, state, partition, block: Int32):
+        """`load_block` of K that also tells the consumers, through the stage, which block it is."""
+        pipes.k.sync_object_empty.wait(state.index, state.phase)
+        if cute.arch.lane_idx() == 0:
+            smem.blocks[state.index] = block
+        cute.arch.sync_warp()  # before the arrival that lets the consumers read it
+        return self.load_block(p.k, pipes.k, state, partition, block)
+
     # -- consumers
 
     @cute.jit
@@ -338,25 +384,13 @@ class FlashAttentionForwardSm90:
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
-            blocks = work.blocks
             c.acc_O.fill(0.0)
             pipes.q.consumer_wait(q_state)
-            n_block = blocks.end - 1
-            k_state = self.first_block(p, c, pipes, (k_state, v_state), work, n_block)
-            # upper edge, full blocks, lower edge
-            if const_expr(self.mask.has_end):
-                for _ in cutlass.range(n_block - blocks.full_end, unroll=1):
-                    n_block -= 1
-                    kv_state = (k_state, v_state)
-                    k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
-            for _ in cutlass.range(n_block - blocks.full_begin, unroll=1):
-                n_block -= 1
-                k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, n_block, False)
-            if const_expr(self.mask.has_begin):
-                for _ in cutlass.range(n_block - blocks.begin, unroll=1):
-                    n_block -= 1
-                    kv_state = (k_state, v_state)
-                    k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
+            kv_state = (k_state, v_state)
+            if const_expr(self.spec.has_block_mask):
+                k_state, v_state = self.visit_lists(p, c, pipes, kv_state, work)
+            else:
+                k_state, v_state = self.visit_range(p, c, pipes, kv_state, work)
             pipes.q.consumer_release(q_state)
             q_state.advance()
             v_state = self.last_product(p, c, pipes, v_state)
@@ -368,11 +402,52 @@ class FlashAttentionForwardSm90:
             m_block = smem.tiles[0, tile_state.index]
 
     @cute.jit
+    def visit_range(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work: Work):
+        """All blocks of a tile: upper edge, full blocks, lower edge; returns the states."""
+        k_state, v_state = kv_state
+        blocks = work.blocks
+        n_block = blocks.end - 1
+        k_state = self.first_block(p, c, pipes, (k_state, v_state), work, n_block)
+        if const_expr(self.mask.has_end):
+            for _ in cutlass.range(n_block - blocks.full_end, unroll=1):
+                n_block -= 1
+                kv_state = (k_state, v_state)
+                k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
+        for _ in cutlass.range(n_block - blocks.full_begin, unroll=1):
+            n_block -= 1
+            k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, n_block, False)
+        if const_expr(self.mask.has_begin):
+            for _ in cutlass.range(n_block - blocks.begin, unroll=1):
+                n_block -= 1
+                kv_state = (k_state, v_state)
+                k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
+        return k_state, v_state
+
+    @cute.jit
+    def visit_lists(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work: Work):
+        """All listed blocks of a tile: partial ones, full ones; returns the states.
+
+        The numbers of the blocks come with K. A tile without any visits block 0 and sees nothing.
+        """
+        k_state, v_state = kv_state
+        k_state = self.first_block(p, c, pipes, (k_state, v_state), work, None)
+        num_left = cutlass.max(work.num_partial - 1, 0)
+        for _ in cutlass.range(num_left, unroll=1):
+            k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, None, True)
+        for _ in cutlass.range(work.num_partial + work.num_full - 1 - num_left, unroll=1):
+            k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, None, False)
+        return k_state, v_state
+
+    @cute.jit
     def receive(self, p: ForwardParams, smem: SharedTensors, slot: Int32) -> Work:
         """The announced tile."""
         tile = Tile(smem.tiles[0, slot], smem.tiles[1, slot], smem.tiles[2, slot])
         seqlen = SeqlenInfo(*[smem.tiles[i, slot] for i in range(3, 7)])
-        return Work(tile, seqlen, self.mask.block_range(tile.m_block, seqlen, p.bounds))
+        num_partial, num_full = Int32(0), Int32(0)
+        if const_expr(self.spec.has_block_mask):
+            num_partial, num_full = smem.tiles[7, slot], smem.tiles[8, slot]
+        blocks = self.mask.block_range(tile.m_block, seqlen, p.bounds)
+        return Work(tile, seqlen, blocks, num_partial, num_full)
 
     def start_consumer(self, p: ForwardParams, smem: SharedTensors) -> Consumer:
         """Partition the operands for this thread and allocate its registers."""
@@ -389,6 +464,7 @@ class FlashAttentionForwardSm90:
             tSrK=wg_qk.make_fragment_B(wg_qk.partition_B(smem.sK)),
             tOrV=wg_pv.make_fragment_B(wg_pv.partition_B(sVt)),
             sV=smem.sV,
+            blocks=smem.blocks,
             acc_O=cute.make_rmem_tensor(wg_pv.partition_shape_C((tile_m, tile_dv)), Float32),
             rP=cute.make_rmem_tensor(wg_pv.partition_shape_A((tile_m, tile_n)), self.dtype),
             row_max=cute.make_rmem_tensor(ROWS_PER_THREAD, Float32),
@@ -402,11 +478,15 @@ class FlashAttentionForwardSm90:
         k_state, v_state = kv_state
         acc_S = self.new_scores(p)
         pipes.k.consumer_wait(k_state)
+        n_block = self.block_in(c, k_state, n_block)
         self.issue_gemm(p.mma_qk, acc_S, c.tSrQ, c.tSrK[None, None, None, k_state.index], True)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         S = as_rows_cols(acc_S)
         self.modify_scores(p, c, S, work, n_block, True)
+        if const_expr(self.spec.has_block_mask):
+            if work.num_partial + work.num_full == 0:
+                S.fill(-Float32.inf)
         scale_log2 = self.scale_log2(p)
         softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, 0.0, True)
         self.round_weights(acc_S, c.rP)
@@ -416,6 +496,13 @@ class FlashAttentionForwardSm90:
             self.clear_tail(c, c.sV[None, None, v_state.index], num_valid)
         k_state.advance()
         return k_state
+
+    @cute.jit
+    def block_in(self, c: Consumer, k_state, n_block):
+        """Number of the block in a stage of K: known, or told by the load warp."""
+        if const_expr(self.spec.has_block_mask):
+            n_block = c.blocks[k_state.index]
+        return n_block
 
     @cute.jit
     def clear_tail(self, c: Consumer, sV: cute.Tensor, num_valid: Int32):
@@ -446,7 +533,7 @@ class FlashAttentionForwardSm90:
         pipes: Pipes,
         kv_state,
         work: Work,
-        n_block: Int32,
+        n_block: Int32 | None,
         is_masked: cutlass.Constexpr[bool],
     ):
         """One block: S of this one and O of the one before share the tensor cores, then softmax.
@@ -456,6 +543,7 @@ class FlashAttentionForwardSm90:
         k_state, v_state = kv_state
         acc_S = self.new_scores(p)
         pipes.k.consumer_wait(k_state)
+        n_block = self.block_in(c, k_state, n_block)
         self.take_turn(c)
         self.issue_gemm(p.mma_qk, acc_S, c.tSrQ, c.tSrK[None, None, None, k_state.index], True)
         pipes.v.consumer_wait(v_state)
@@ -494,8 +582,15 @@ class FlashAttentionForwardSm90:
             S.store(-S.load())
         if const_expr(self.spec.score_mod is not None or self.spec.mask_mod is not None):
             self.apply_callbacks(p, S, work, first_row, first_col, is_masked)
+        if const_expr(self.spec.block_mod is not None and is_masked):
+            if work.num_partial > 0:  # else the first block is a full one
+                self.apply_block_mod(p, S, work, first_row, first_col)
         if const_expr(is_masked):
             self.mask.apply(S, first_row, first_col, work.seqlen, p.bounds)
+        elif const_expr(self.spec.has_block_mask):
+            blocks = work.blocks
+            if n_block < blocks.full_begin or n_block >= blocks.full_end:
+                self.mask.apply(S, first_row, first_col, work.seqlen, p.bounds)
 
     @cute.jit
     def apply_callbacks(
@@ -512,22 +607,34 @@ class FlashAttentionForwardSm90:
         Rows past the queries and, in edge blocks, columns past the keys get the index of the last
         one: their scores count for nothing, but a callback may look them up in a table.
         """
-        batch, head, seqlen = work.tile.batch, work.tile.head, work.seqlen
-        last_q, last_k = seqlen.seqlen_q - 1, cutlass.max(seqlen.seqlen_k - 1, 0)
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            q_idx = cutlass.min(first_row + 8 * r, last_q)
             for i in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                kv_idx = (first_col, column_offset(i))
-                if const_expr(is_edge):
-                    kv_idx = cutlass.min(first_col + column_offset(i), last_k)
-                place = (batch, head, q_idx, kv_idx)
+                place = self.indices(work, first_row + 8 * r, first_col, i, is_edge)
                 score = S[r, i]
                 if const_expr(self.score_mod is not None):
-                    score = trace_score_mod(self.score_mod, score, *place, p.score_tensors, seqlen)
+                    tensors = p.captured.score
+                    score = trace_score_mod(self.score_mod, score, *place, tensors, work.seqlen)
                 if const_expr(self.mask_mod is not None):
-                    sees = trace_mask_mod(self.mask_mod, *place, p.mask_tensors, seqlen)
+                    sees = trace_mask_mod(self.mask_mod, *place, p.captured.mask, work.seqlen)
                     score = cutlass.select_(sees, score, -Float32.inf)
                 S[r, i] = score
+
+    @cute.jit
+    def apply_block_mod(self, p: ForwardParams, S: cute.Tensor, work: Work, first_row, first_col):
+        """The block mask's own mask_mod on every score of the thread."""
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            for i in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                place = self.indices(work, first_row + 8 * r, first_col, i, True)
+                sees = trace_mask_mod(self.block_mod, *place, p.captured.block, work.seqlen)
+                S[r, i] = cutlass.select_(sees, S[r, i], -Float32.inf)
+
+    def indices(self, work: Work, row: Int32, first_col: Int32, i: int, is_edge: bool):
+        """(b, h, q_idx, kv_idx) of the thread's i-th score of a row, as callbacks get them."""
+        last_q, last_k = work.seqlen.seqlen_q - 1, cutlass.max(work.seqlen.seqlen_k - 1, 0)
+        kv_idx = (first_col, column_offset(i))
+        if is_edge:
+            kv_idx = cutlass.min(first_col + column_offset(i), last_k)
+        return work.tile.batch, work.tile.head, cutlass.min(row, last_q), kv_idx
 
     def place(self, thread: Int32):
         """First row within the query tile and column within a key block of a consumer thread.

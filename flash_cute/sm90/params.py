@@ -11,6 +11,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from flash_cute.arguments import ForwardArguments
+from flash_cute.device.block_sparsity import BlockLists, block_args, block_lists
 from flash_cute.device.mask import MaskBounds
 from flash_cute.device.score import tensor_args, tensors_from
 from flash_cute.device.seqlen import SequenceTable
@@ -29,6 +30,14 @@ class TmaOperand:
     atom: cute.CopyAtom
     tensor: cute.Tensor  # (seqlen, dim, heads, batch) coordinates
     layout: cute.ComposedLayout  # shared memory: (tile, dim, stage)
+
+
+class Captured(typing.NamedTuple):
+    """The tensors that each callback captured."""
+
+    score: tuple
+    mask: tuple
+    block: tuple
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,8 @@ class ForwardParams:
     group: Int32
     scale_log2: Float32
     softcap: Float32
-    score_tensors: tuple  # captured by score_mod and mask_mod
-    mask_tensors: tuple
+    captured: Captured
+    blocks: BlockLists  # None without a block mask
 
 
 class LaunchDescription:
@@ -79,14 +88,19 @@ class LaunchDescription:
         }
         hints = typing.get_type_hints(ForwardArguments, include_extras=True)
         args = tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
-        keys = (self.spec.score_mod, self.spec.mask_mod)
-        return sum((tensor_args(key) for key in keys if key is not None), args)
+        args = sum((tensor_args(key) for key in self.callback_keys if key is not None), args)
+        return args + (block_args(self.spec.has_full_blocks) if self.spec.has_block_mask else ())
+
+    @property
+    def callback_keys(self) -> tuple:
+        """score_mod, mask_mod and the block mask's mask_mod, in the order of `Captured`."""
+        return self.spec.score_mod, self.spec.mask_mod, self.spec.block_mod
 
     @cute.jit
-    def params(self, args: ForwardArguments, captured) -> ForwardParams:
+    def params(self, args: ForwardArguments, more) -> ForwardParams:
         """Describe the operands, products and tiles of this launch.
 
-        captured: launch arguments of the tensors that score_mod captured, then of mask_mod's
+        more: the launch arguments of what callbacks captured, then those of the block lists
         """
         spec, config = self.spec, self.config
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
@@ -103,7 +117,7 @@ class LaunchDescription:
         )
         mSink = cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q))
         sequences = self.sequence_table(args)
-        num_score_args = len(tensor_args(spec.score_mod)) if spec.score_mod is not None else 0
+        captured, more = self.captured(more)
         return ForwardParams(
             q=self.tma_operand(mQ, tile_m, spec.tile_d, 1),
             k=self.tma_operand(mK, tile_n, spec.tile_d, stages),
@@ -129,13 +143,23 @@ class LaunchDescription:
             group=args.num_heads_q // args.num_heads_kv,
             scale_log2=args.scale_log2,
             softcap=args.softcap,
-            score_tensors=self.captured(spec.score_mod, captured[:num_score_args]),
-            mask_tensors=self.captured(spec.mask_mod, captured[num_score_args:]),
+            captured=captured,
+            blocks=self.block_lists(args, more),
         )
 
-    def captured(self, key, args) -> tuple:
-        """The tensors that a callback captured."""
-        return () if key is None else tensors_from(key, args)
+    def captured(self, args):
+        """The tensors that callbacks captured, and the arguments that follow theirs."""
+        tensors = []
+        for key in self.callback_keys:
+            count = 0 if key is None else len(tensor_args(key))
+            tensors.append(() if key is None else tensors_from(key, args[:count]))
+            args = args[count:]
+        return Captured(*tensors), args
+
+    def block_lists(self, args: ForwardArguments, more) -> typing.Any:
+        """The lists of the block mask; there are at most as many rows as query tiles."""
+        num_rows = args.batch * args.num_heads_q * (args.rows_q // self.config.tile_m + 1)
+        return block_lists(more, num_rows) if self.spec.has_block_mask else None
 
     def sequence_table(self, args: ForwardArguments) -> SequenceTable:
         """The lengths, with a table for each kind that the specialization has."""

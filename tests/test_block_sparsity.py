@@ -1,0 +1,151 @@
+"""Block masks: the lists as a kernel gets them, and the kernel on a GPU against the reference."""
+
+import checks
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from flash_cute import Feature, UnsupportedProblem, flash_attn_func
+from flash_cute.block_mask import BlockStructure
+from flash_cute.selection import SM90
+
+BATCH, HEADS = 2, 3
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def window(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() < 100 + 50 * h
+
+
+def structure(counts, indices, **full) -> BlockStructure:
+    as_int = lambda values: torch.tensor(values, dtype=torch.int32)
+    lists = {f"full_{name}": as_int(values) for name, values in full.items()}
+    fields = {"full_count": None, "full_index": None, **lists}
+    lists = {"partial_count": as_int(counts), "partial_index": as_int(indices), **fields}
+    return BlockStructure(**lists, block_size=(256, 256), mask_mod=None)
+
+
+def visits(blocks: BlockStructure, tile, seqlens, m_block: int, b: int = 0, h: int = 0):
+    """Walk the launch arguments as device/block_sparsity.py does."""
+    sub_m, sub_n, *lists = blocks.launch_arguments(tile, seqlens)
+    found = []
+    pairs = [(blocks.partial_count, blocks.partial_index), (blocks.full_count, blocks.full_index)]
+    for number, (count, index) in enumerate(pairs):
+        if count is None:
+            continue
+        address, index_address, batch_rows, head_rows, cols = lists[5 * number : 5 * number + 5]
+        assert (address, index_address) == (count.data_ptr(), index.data_ptr())
+        row = b * batch_rows + h * head_rows + m_block // sub_m
+        for i in range(int(count.reshape(-1)[row]) * sub_n):
+            found.append(int(index.reshape(-1, cols)[row, i // sub_n]) * sub_n + i % sub_n)
+    return found
+
+
+def test_blocks_are_walked_in_tiles():
+    blocks = structure([[[2, 1]]], [[[0, 3], [1, 0]]], count=[[[1, 0]]], index=[[[2, 0], [0, 0]]])
+    assert visits(blocks, (128, 128), (512, 1024), 0) == [0, 1, 6, 7, 4, 5]
+    assert visits(blocks, (128, 128), (512, 1024), 1) == [0, 1, 6, 7, 4, 5]
+    assert visits(blocks, (128, 64), (512, 1024), 2) == [4, 5, 6, 7]
+
+
+def test_lists_of_one_batch_or_head_serve_all():
+    one = structure([[[1]]], [[[0]]])
+    assert one.launch_arguments((128, 128), (256, 256))[4:6] == (0, 0)
+    count = torch.ones(BATCH, HEADS, 2, dtype=torch.int32)
+    index = torch.zeros(BATCH, HEADS, 2, 4, dtype=torch.int32)
+    each = BlockStructure(count, index, None, None, (256, 256), None)
+    assert each.launch_arguments((128, 128), (512, 1024))[4:7] == (HEADS * 2, 2, 4)
+
+
+def test_blocks_larger_than_the_problem_are_cut_to_it():
+    blocks = structure([[[1]]], [[[0]]])
+    endless = BlockStructure(
+        blocks.partial_count, blocks.partial_index, None, None, (2**30, 2**30), None
+    )
+    assert endless.launch_arguments((128, 128), (300, 500))[:2] == (3, 4)
+
+
+def test_lists_are_packed_once():
+    blocks = structure([[[1]]], [[[0]]])
+    assert blocks.packed() is blocks
+    wide = BlockStructure(
+        blocks.partial_count.long(), blocks.partial_index, None, None, (256, 256), None
+    )
+    assert wide.packed().partial_count.dtype == torch.int32
+
+
+# ---- On a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+    if Feature.BLOCK_SPARSITY not in SM90.features:
+        pytest.skip("no kernel declares block sparsity yet")
+
+
+def operands(rows: int, keys: int, d: int, dv: int, heads_kv: int = HEADS):
+    case = checks.Case(BATCH, HEADS, heads_kv, rows, keys, d, dv)
+    return checks.gaussian(case, "cuda")
+
+
+def check(tensors, **options):
+    got = flash_attn_func(*tensors, return_lse=True, **options)
+    checks.assert_attention(got, *checks.oracle(*tensors, **options))
+
+
+SHAPES = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", SHAPES, ids=str)
+@pytest.mark.parametrize("block", [128, (256, 128), (128, 384), 512], ids=str)
+@pytest.mark.parametrize("mask_mod", [causal, window])
+def test_block_masks_of_torch(gpu: None, mask_mod, block, dims):
+    rows, keys = 700, 1000
+    mask = create_block_mask(mask_mod, BATCH, HEADS, rows, keys, "cuda", block)
+    check(operands(rows, keys, *dims), block_mask=mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["partial", "full", "both"])
+def test_random_lists(gpu: None, kind: str, density: float):
+    generator = torch.Generator().manual_seed(int(density * 10))
+    is_listed = torch.rand(BATCH, HEADS, 6, 8, generator=generator) < density
+    is_full = torch.rand(is_listed.shape, generator=generator) < {"partial": 0, "full": 2}.get(
+        kind, 0.5
+    )
+    lists = []
+    for chosen in (is_listed & ~is_full, is_listed & is_full):
+        order = chosen.int().sort(dim=-1, descending=True, stable=True)
+        lists += [chosen.sum(-1).int().cuda(), order.indices.int().cuda()]
+    mask = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=128, mask_mod=window, seq_lengths=(700, 1000)
+    )
+    check(operands(700, 1000, 128, 128), block_mask=mask)
+
+
+@pytest.mark.gpu
+def test_everything_else_counts_too(gpu: None):
+    mask = create_block_mask(window, BATCH, HEADS, 700, 1000, "cuda", 128)
+    slopes = torch.tensor([0.1, 0.2, 0.3], device="cuda")
+    options = {
+        "block_mask": mask,
+        "mask_mod": lambda b, h, q_idx, kv_idx: kv_idx % 5 != b,
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs(),
+        "window_size": (300, 20),
+        "sink": torch.zeros(HEADS, device="cuda"),
+    }
+    check(operands(700, 1000, 128, 128, heads_kv=1), **options)
+
+
+@pytest.mark.gpu
+def test_blocks_that_tiles_do_not_divide_are_refused(gpu: None):
+    mask = create_block_mask(causal, None, None, 200, 200, "cuda", 96)
+    with pytest.raises(UnsupportedProblem, match=r"BLOCK_SIZE is \(96, 96\), expected multiples"):
+        flash_attn_func(*operands(200, 200, 128, 128), block_mask=mask)
