@@ -1,14 +1,17 @@
-"""Command line: ``python -m bench fwd|host|compile|variants``; each subcommand explains itself with -h."""
+"""Command line: ``python -m bench fwd|host|compile|variants``; -h after one explains it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from . import compile, fwd, host, peers, shapes, timing, variants
 
 DEFAULT_OUT = Path(".bench")
+Built = TypeVar("Built")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,15 +94,23 @@ def main(argv: list[str] | None = None) -> int:
     arguments = top.parse_args(argv)
     if arguments.command == "host":
         return host.run(arguments.rounds, arguments.out)
+    if arguments.command == "fwd":
+        return fwd.run(options_of(fwd_options, arguments, top))
+    if arguments.command == "variants":
+        return variants.run(options_of(variants_options, arguments, top))
+    return compile.run(options_of(compile_options, arguments, top))
+
+
+def options_of(
+    build: Callable[[argparse.Namespace], Built],
+    arguments: argparse.Namespace,
+    top: argparse.ArgumentParser,
+) -> Built:
+    """Build options; a filter that means nothing ends the program with a usage message."""
     try:
-        if arguments.command == "fwd":
-            return fwd.run(fwd_options(arguments))
-        if arguments.command == "variants":
-            return variants.run(variants_options(arguments))
-        options = compile_options(arguments)
+        return build(arguments)
     except ValueError as error:
         top.error(str(error))
-    return compile.run(options)
 
 
 if __name__ == "__main__":

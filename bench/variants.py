@@ -129,12 +129,11 @@ def density_group(device: str, seqlen: int) -> Group:
     for density in DENSITIES:
         mask_mod, actual = works.random_blocks(seqlen, density, device)
         mask = works.block_mask(mask_mod, seqlen, device)
-        name = f"density {actual:.3f}"
+        name = f"density {density:g}"
         entry = replace(dense, share=actual, mask_mod=mask_mod, block_mask=mask)
         entries.append(Entry(name, OURS, entry))
-        lines.append(
-            Line(f"block mask of {name}, time of dense", name, "dense", density_aim(actual), True)
-        )
+        claim = f"block mask of {name} ({actual:.3f}), time over dense"
+        lines.append(Line(claim, name, "dense", density_aim(actual), is_share=True))
     return Group("density", tuple(entries), tuple(lines))
 
 
@@ -252,13 +251,16 @@ def compile_ours(groups: Sequence[Group]) -> None:
 def measure(
     group: Group, plan: timing.Plan, rng: random.Random, known: dict[str, dict[str, str | None]]
 ) -> dict[str, Result]:
-    """Time what the lines of a group need, after the gate; a reason for everything else."""
+    """Time what the lines of a group need, after the gate; a reason for everything else.
+
+    Ours is timed without the other side too; the other side is not without ours.
+    """
     results = unavailable(group, known)
     needed = {
         name
         for line in group.lines
         for name in (line.ours, line.base)
-        if line.ours not in results and line.base not in results
+        if line.ours not in results and name not in results
     }
     entries = [entry for entry in group.entries if entry.name in needed]
     if not entries:

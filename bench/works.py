@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,20 +94,15 @@ def judge(
     """Judge an output of a Work: the worst of some sequences where they are packed."""
     if not work.lengths:
         return gate.check(out, inputs, work, rng, work.change)
-    worst = gate.Verdict(True, 0.0, 0.0, "no sequence")
+    verdicts: list[gate.Verdict] = []
     for number in sampled_sequences(work.lengths, rng):
         start = sum(work.lengths[:number])
         part = slice(start, start + work.lengths[number])
-        one = square_of(work, work.lengths[number])
         rows = tuple(tensor[:, part] for tensor in inputs)
+        one = square_of(work, work.lengths[number])
         found = gate.check(out[:, part], rows, one, rng, work.change)
-        is_worse = found.error * max(worst.limit, 1e-30) > worst.error * max(found.limit, 1e-30)
-        if is_worse or not found.is_right:
-            where = f"sequence {number}, {found.where}"
-            worst = gate.Verdict(found.is_right, found.error, found.limit, where)
-        if not worst.is_right:
-            break
-    return worst
+        verdicts.append(replace(found, where=f"sequence {number}, {found.where}"))
+    return max(verdicts, key=lambda v: v.error / v.limit if v.limit else math.inf)
 
 
 def square_of(work: Work, length: int) -> Shape:
@@ -216,6 +212,9 @@ class OurVariant(FlashCute):
 
         return _calls(as_work(shape), sets, flash_attn_func, flash_attn_varlen_func)
 
+    def output(self, result: Any) -> torch.Tensor:
+        return _with_batch(result)
+
 
 class Fa4Variant(FlashAttention4):
     """FA4, for what it takes in the same words: causal, windows, packed sequences."""
@@ -231,8 +230,7 @@ class Fa4Variant(FlashAttention4):
         return _calls(as_work(shape), sets, fa4.flash_attn_func, fa4.flash_attn_varlen_func)
 
     def output(self, result: Any) -> torch.Tensor:
-        out = super().output(result)
-        return out if out.dim() == 4 else out[None]
+        return _with_batch(super().output(result))
 
 
 class FlexVariant(FlexAttention):
@@ -247,6 +245,11 @@ def as_work(shape: Shape) -> Work:
     if not isinstance(shape, Work):
         raise TypeError(f"shape is of type {type(shape).__name__}, expected Work")
     return shape
+
+
+def _with_batch(out: torch.Tensor) -> torch.Tensor:
+    """Packed sequences are the one row of a batch."""
+    return out if out.dim() == 4 else out[None]
 
 
 def _calls(

@@ -148,8 +148,10 @@ def _of_blocks(
         .cpu()[rows][:, cols]
         for blocks in structure.block_maps
     )  # fmt: skip
-    device = structure.partial_count.device
-    visible = _evaluate_mask(structure.mask_of, batch, head, sizes, device).cpu()
+    visible = torch.ones(sizes, dtype=torch.bool)
+    if structure.mask_mod is not None:
+        device = structure.partial_count.device
+        visible = _evaluate_mask(structure.mask_mod, batch, head, sizes, device).cpu()
     level = torch.where(visible, Level.VISIBLE, Level.HIDDEN)
     level = torch.where(full, Level.FULL, level)
     return torch.where(partial | full, level, Level.SKIPPED).to(torch.uint8)

@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from flash_cute import Support, reference_mask
+from flash_cute import Support, compile, reference_mask
+from flash_cute.variant import as_callback
 
 ROOT = Path(__file__).resolve().parent.parent
 # Every file is run; a name with an underscore is a helper, and quickstart has tests of its own.
@@ -143,6 +144,23 @@ def test_example_counts_the_work_that_its_definition_sees(
     assert torch.equal(one.weights(scores) > 0, mask.expand_as(scores))
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("name", GALLERY)
+def test_example_callbacks_translate_for_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("cutlass")
+    from tests.toy_callback_dsl import ToyCallback
+
+    example, _ = load_example(name, monkeypatch)
+    one = example.build("cpu", 1, 256)
+    for options in [one.mask, *(way.options for way in one.ways)]:
+        block_mod = getattr(options.get("block_mask"), "mask_mod", None)
+        for function in (options.get("score_mod"), options.get("mask_mod"), block_mod):
+            if function is not None:
+                kind = "score_mod" if function is options.get("score_mod") else "mask_mod"
+                kernel = ToyCallback(as_callback(function, kind).key)
+                assert compile.inspect_kernel(kernel, "sm_90a").ptx
+
+
 def test_gallery_page_lists_every_example():
     page = (ROOT / "docs" / "gallery.md").read_text()
     listed = re.findall(r"^\| `(\w+\.py)` \|", page, re.M)
@@ -184,3 +202,11 @@ def test_readme_example_is_the_public_api():
     exec(small, names)
     assert names["out"].shape == (2, 64, 32, 128)
     assert names["lse"].shape == (2, 32, 64)
+
+
+def test_gallery_page_block_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "gallery.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.png", "window.png"]

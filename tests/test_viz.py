@@ -9,7 +9,7 @@ from typing import Any
 import callbacks
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from flash_cute import DependencyError, InvalidProblem, UnsupportedProblem, reference_mask, viz
 from flash_cute.block_mask import block_structure
@@ -86,6 +86,16 @@ def test_matrix_of_a_block_mask_by_entry():
         assert torch.equal(mask_matrix(block_mask, batch=b, head=h) >= Level.VISIBLE, expected)
     with pytest.raises(InvalidProblem, match="head is 3, expected 0 to 2"):
         mask_matrix(block_mask, head=3)
+
+
+def test_matrix_of_a_block_mask_without_a_mask_mod_shows_its_blocks():
+    count, index = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.zeros(1, 1, 2, 2).int()
+    index[0, 0, 1] = torch.tensor([0, 1])
+    block_mask = BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=16, seq_lengths=(32, 32))
+    found = mask_matrix(block_mask)
+    expected = torch.ones(2, 2).tril().repeat_interleave(16, 0).repeat_interleave(16, 1).bool()
+    assert torch.equal(found == Level.VISIBLE, expected)
+    assert torch.equal(found == Level.SKIPPED, ~expected)
 
 
 def test_matrix_of_tensors():
