@@ -1,4 +1,4 @@
-"""Command line: ``python -m bench fwd|host|compile|variants``; -h after one explains it."""
+"""Command line: ``python -m bench fwd|host|compile|variants|tune``; -h after one explains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from . import compile, fwd, host, peers, shapes, timing, variants
+from . import compile, fwd, host, peers, shapes, timing, tune, variants
 
 DEFAULT_OUT = Path(".bench")
 Built = TypeVar("Built")
@@ -38,7 +38,11 @@ def parser() -> argparse.ArgumentParser:
     four.add_argument("--rounds", type=positive, help="samples of each contestant (11)")
     four.add_argument("--only", help=f"some of {','.join(variants.GROUPS)} (all)")
     four.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
-    for command in (one, two, three, four):
+    five = commands.add_parser("tune", help="other configs and head orders than the chosen ones")
+    five.add_argument("--rounds", type=positive, help="samples of each contestant (11)")
+    five.add_argument("--only", help="cells to measure, e.g. d=128,causal,seqlen=4k")
+    five.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
+    for command in (one, two, three, four, five):
         command.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder (.bench)")
     return top
 
@@ -89,6 +93,15 @@ def variants_options(arguments: argparse.Namespace) -> variants.Options:
     return variants.Options(plan, arguments.out, arguments.seed, chosen)
 
 
+def tune_options(arguments: argparse.Namespace) -> tune.Options:
+    """The options of `bench tune`. Raises: ValueError for a filter that means nothing."""
+    plan = timing.Plan()
+    if arguments.rounds is not None:
+        plan = timing.Plan(arguments.rounds, arguments.rounds)
+    cells = shapes.select(shapes.fwd_grid(), arguments.only)
+    return tune.Options(cells, plan, arguments.out, arguments.seed)
+
+
 def main(argv: list[str] | None = None) -> int:
     top = parser()
     arguments = top.parse_args(argv)
@@ -98,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
         return fwd.run(options_of(fwd_options, arguments, top))
     if arguments.command == "variants":
         return variants.run(options_of(variants_options, arguments, top))
+    if arguments.command == "tune":
+        return tune.run(options_of(tune_options, arguments, top))
     return compile.run(options_of(compile_options, arguments, top))
 
 
