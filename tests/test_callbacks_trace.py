@@ -154,6 +154,16 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     ),
     "0-dim": lambda x, h, i, j, t: x * t["scalar"]() + t["count"]() - i,
 }  # fmt: skip
+for _dtype in ("float16", "bfloat16"):
+    OPERATIONS[f"numbers-{_dtype}"] = lambda x, h, i, j, t, dtype=_dtype: (
+        t[dtype](h, i) * 0.1 + t[dtype](h, j) * (1 / 3) - 0.7 + 0.3 / t[dtype](h, i)
+    )
+    OPERATIONS[f"choices-{_dtype}"] = lambda x, h, i, j, t, dtype=_dtype: (
+        torch.where(t[dtype](h, i) >= 0.1, 0.3, t[dtype](h, j)) / 0.3
+        + (t[dtype](h, i) == 3.7) * 2
+        + torch.clamp(t[dtype](h, i), max=1.7)
+        + torch.sigmoid(t[dtype](h, j))
+    )
 for _dtype in TABLES:
     OPERATIONS[f"table-{_dtype}"] = lambda x, h, i, j, t, dtype=_dtype: (
         t[dtype](h, i) * 1.5 + t[dtype](h, -1) + x
@@ -244,10 +254,8 @@ def expected_of(operation: str) -> torch.Tensor:
     return reference._per_element("score_mod", function, grid_of(*scores.shape), scores)
 
 
-# Where constants, which are Python's numbers, differ: they do not overflow, round to half precision
-# or divide by zero.
+# Where constants, which are Python's numbers, differ: they do not overflow or divide by zero.
 GPU_ONLY = ("overflow", "special", "arithmetic-int64", "mixed-int64", "mixed-int32", "mixed-int16")
-ROUNDED = {"table-bfloat16": 3e-2, "arithmetic-bfloat16": 3e-2}
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*TYPE_INT_LITERAL_OUT_OF_RANGE")  # constants wrap around
@@ -266,8 +274,7 @@ def test_operation_on_constants(operation: str, constants: None):
         got = trace_score_mod(callback, score, *indices, tensors=tensors)
         want = expected[0, h, i, j].item()
         assert isinstance(got, Float32)
-        rel = ROUNDED.get(operation, 2e-3)
-        assert got.value == pytest.approx(want, rel=rel, abs=1e-4, nan_ok=True), (h, i, j)
+        assert got.value == pytest.approx(want, rel=2e-5, abs=2e-5, nan_ok=True), (h, i, j)
 
 
 # ---- Compiling -----------------------------------------------------------------------------------
@@ -308,6 +315,35 @@ def test_powers_of_two_need_no_division():
     assert divisions == len(
         re.findall(r"\b(div|rem|mul\.hi)\.", ptx_of(callbacks.causal, "mask_mod"))
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_after_each_operation(dtype: torch.dtype):
+    """Half-precision instructions could be fused, which rounds once for two operations."""
+    table = torch.ones(SEQLEN, dtype=dtype)
+    ptx = ptx_of(lambda s, b, h, i, j: s + (table[i] * table[j] + table[-1]))
+    kind = "f16" if dtype == torch.float16 else "bf16"
+    assert ptx.count(f"cvt.rn.{kind}.f32") == 2
+    assert not re.search(r"\b(add|mul|fma)(\.rn)?\.b?f16", ptx) and "fma.rn.f32" not in ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "number",
+    [0.1, -3.3, 1 / 3, 5e-8, 1e-45, 7e4, 1e30, 1e39, -1e300, math.inf, 0.3000488281251, 0.0, -1e-3],
+)
+def test_numbers_round_to_half_precision_as_in_torch(number: float, dtype: torch.dtype):
+    from flash_cute.device.traced import half_number
+
+    expected = torch.tensor(number, dtype=torch.float32).to(dtype).item()
+    assert half_number(number, str(dtype).removeprefix("torch.")) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
+def test_elements_without_a_sign_get_none(dtype: torch.dtype):
+    table = torch.ones(SEQLEN, dtype=dtype)
+    ptx = ptx_of(lambda s, b, h, i, j: s + table[j] * 1.5)
+    assert "ld.global.b8" in ptx and "cvt.rn.f32.s16" not in ptx
 
 
 def test_native_callbacks():

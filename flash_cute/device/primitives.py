@@ -36,6 +36,22 @@ def pack_halves(low: Float32, high: Float32, dtype) -> Int32:
     )
 
 
+def round_to_half(x: Float32, dtype) -> Float32:
+    """Round a value to bf16 or fp16 and keep it as float32.
+
+    Inline PTX on purpose: a conversion there and back around an operation is otherwise replaced by
+    the operation in half precision, and two of those by a fused one, which rounds once.
+    """
+    to_half = "cvt.rn.f16.f32 h, {$r0}; cvt.f32.f16 {$w0}, h;"
+    if dtype is cutlass.BFloat16:
+        to_half = "cvt.rn.bf16.f32 h, {$r0}; mov.b32 {$w0}, {zero, h};"
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 h, zero; mov.b16 zero, 0; " + to_half + " }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
 def quad_reduce(x, op):
     """Reduce over the four neighbouring lanes that share the rows of an mma accumulator."""
     x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1))

@@ -100,6 +100,8 @@ def loaded(dtype, value):
         return TracedValue("bool", value != Uint8(0), (0, 1))
     if is_float(dtype):
         return TracedValue(dtype, value if dtype == "float64" else value.to(Float32))
+    if dtype == "uint8":  # the DSL extends the sign of all that it loads
+        return TracedValue(dtype, value.to(Int32) & 255, INT_RANGES[dtype])
     return TracedValue(dtype, value if dtype == "int64" else value.to(Int32), INT_RANGES[dtype])
 
 

@@ -11,12 +11,15 @@ torch is not imported: its functions come here by ``__torch_function__`` and cou
 
 import dataclasses
 import functools
+import math
 import operator
+import struct
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64
 
+from flash_cute.device.primitives import round_to_half
 from flash_cute.variant import HOST, INDEX_LIMIT, torch_dtype
 
 INT_RANGES = {
@@ -29,7 +32,7 @@ INT_RANGES = {
 }
 _INT_ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64")
 _FLOAT_ORDER = ("float16", "bfloat16", "float32", "float64")
-_HALF_TYPES = {"float16": Float16, "bfloat16": BFloat16}
+HALF_TYPES = {"float16": Float16, "bfloat16": BFloat16}
 _WEAK_DTYPES = ("bool", "int64", "float32")  # of Python's bool, int and float among themselves
 
 
@@ -265,9 +268,30 @@ def _constant(number, dtype):
 
 
 def rounded(dtype, value):
-    """Wrap the float32 or float64 result of an operation on values of a dtype."""
-    half = _HALF_TYPES.get(dtype)
-    return TracedValue(dtype, value if half is None else value.to(half).to(Float32))
+    """Wrap the float32 or float64 result of an operation on values of a dtype.
+
+    Numbers of a callback are rounded too, as torch.vmap has it, by which the reference runs.
+    """
+    half = HALF_TYPES.get(dtype)
+    if half is None:
+        return TracedValue(dtype, value)
+    if isinstance(value.value, (int, float)):
+        return TracedValue(dtype, Float32(half_number(value.value, dtype)))
+    return TracedValue(dtype, round_to_half(Float32(value), half))
+
+
+def half_number(number, dtype):
+    """Round a Python number to float16 or bfloat16."""
+    try:
+        (word,) = struct.unpack("<I", struct.pack("<f", number))
+        if dtype == "float16":
+            (number,) = struct.unpack("<f", struct.pack("<I", word))
+            return struct.unpack("<e", struct.pack("<e", number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    if math.isfinite(number):  # to the nearest, ties to even
+        word = (word + 0x7FFF + (word >> 16 & 1)) & 0xFFFF0000
+    return struct.unpack("<f", struct.pack("<I", word))[0]
 
 
 def fits_int32(bounds):

@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from flash_cute.device.traced import (
+    HALF_TYPES,
     INT_RANGES,
     OPERATIONS,
     TracedValue,
@@ -19,6 +20,7 @@ from flash_cute.device.traced import (
     convert,
     dtype_name_of,
     fits_int32,
+    half_number,
     is_float,
     operand,
     promote,
@@ -99,9 +101,13 @@ def div(a, b, *, rounding_mode=None):
     a, b = operand(a), operand(b)
     dtype = promote(a, b)
     dtype = dtype if is_float(dtype) else "float32"
-    if dtype != "float64" and isinstance(b, (int, float)) and b and math.isfinite(1 / b):
-        # By the reciprocal, as torch does on a GPU; exact where b is a power of two.
-        return rounded(dtype, convert(a, dtype).value * Float32(1 / b))
+    if dtype != "float64" and isinstance(b, (int, float)):
+        number = half_number(b, dtype) if dtype in HALF_TYPES else float(b)
+        if number and math.isfinite(1 / number):
+            # By the reciprocal, as torch does on a GPU; exact where b is a power of two.
+            return rounded(dtype, convert(a, dtype).value * Float32(1 / number))
+    if dtype in HALF_TYPES and not isinstance(a, TracedValue):
+        return mul(reciprocal(b), a)  # as torch does, rounding twice
     return rounded(dtype, convert(a, dtype).value / convert(b, dtype).value)
 
 
@@ -393,12 +399,18 @@ trunc = _rounding("trunc")
 
 def reciprocal(a):
     """Return 1 / a."""
-    return div(1.0, a)
+    a = operand(a)
+    dtype = promote(a) if is_float(promote(a)) else "float32"
+    a = convert(a, dtype).value
+    return rounded(dtype, type(a)(1.0) / a)
 
 
 def sigmoid(a):
-    """Return 1 / (1 + exp(-a))."""
-    return reciprocal(add(exp(neg(a)), 1.0))
+    """Return 1 / (1 + exp(-a)), rounded once."""
+    a = operand(a)
+    dtype = promote(a) if is_float(promote(a)) else "float32"
+    wide = convert(a, "float64" if dtype == "float64" else "float32")
+    return convert(reciprocal(add(exp(neg(wide)), 1.0)), dtype)
 
 
 def _extreme(name):
