@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,6 +56,11 @@ def positive(text: str) -> int:
     return value
 
 
+def with_rounds(plan: timing.Plan, rounds: int | None) -> timing.Plan:
+    """The plan with as many rounds as were asked for: all of them, whatever they take."""
+    return plan if rounds is None else replace(plan, rounds=rounds, min_rounds=rounds)
+
+
 def fwd_options(arguments: argparse.Namespace) -> fwd.Options:
     """The options of `bench fwd`. Raises: ValueError for a filter or peer that means nothing."""
     cells = shapes.select(shapes.fwd_grid(), arguments.only)
@@ -62,9 +68,7 @@ def fwd_options(arguments: argparse.Namespace) -> fwd.Options:
     if arguments.quick:
         cells = [c for c in cells if c.seqlen_q == 4096] or cells
         plan = timing.Plan(rounds=5, budget_s=1.0, sample_s=0.015)
-    if arguments.rounds is not None:
-        # Rounds asked for by number are all made, whatever they take.
-        plan = timing.Plan(arguments.rounds, arguments.rounds, sample_s=plan.sample_s)
+    plan = with_rounds(plan, arguments.rounds)
     return fwd.Options(
         cells,
         peers.choose(arguments.peers),
@@ -86,18 +90,14 @@ def compile_options(arguments: argparse.Namespace) -> compile.Options:
 
 def variants_options(arguments: argparse.Namespace) -> variants.Options:
     """The options of `bench variants`. Raises: ValueError for a group that means nothing."""
-    plan = timing.Plan()
-    if arguments.rounds is not None:
-        plan = timing.Plan(arguments.rounds, arguments.rounds)
+    plan = with_rounds(timing.Plan(), arguments.rounds)
     chosen = variants.choose(arguments.only)
     return variants.Options(plan, arguments.out, arguments.seed, chosen)
 
 
 def tune_options(arguments: argparse.Namespace) -> tune.Options:
     """The options of `bench tune`. Raises: ValueError for a filter that means nothing."""
-    plan = timing.Plan()
-    if arguments.rounds is not None:
-        plan = timing.Plan(arguments.rounds, arguments.rounds)
+    plan = with_rounds(timing.Plan(), arguments.rounds)
     cells = shapes.select(shapes.fwd_grid(), arguments.only)
     return tune.Options(cells, plan, arguments.out, arguments.seed)
 

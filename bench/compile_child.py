@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .shapes import Shape
+from .shapes import Shape, problem_of
 
 
 class ImportClock:
@@ -92,20 +92,8 @@ def first_call(shape: Shape) -> Callable[[], object]:
 def warm_up(shape: Shape) -> Callable[[], object]:
     """What a first call does up to the launch, for the target in FLASH_CUTE_ARCH; needs no GPU."""
     from flash_cute.compile import warmup
-    from flash_cute.problem import AttentionProblem
 
-    problem = AttentionProblem(
-        dtype=getattr(torch, shape.dtype),
-        device=torch.device("cuda"),
-        batch=shape.batch,
-        seqlen_q=shape.seqlen_q,
-        seqlen_k=shape.seqlen_k,
-        num_heads_q=shape.num_heads_q,
-        num_heads_kv=shape.num_heads_kv,
-        head_dim=shape.head_dim,
-        head_dim_v=shape.head_dim_v,
-        causal=shape.is_causal,
-    )
+    problem = problem_of(shape, "cuda")
     return lambda: warmup([problem], progress=False)
 
 

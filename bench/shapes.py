@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 TOKENS = 32 * 1024  # tokens in a batch of the forward grid
 HIDDEN = 2048  # heads x head_dim_v of the forward grid
@@ -78,6 +79,26 @@ def fwd_grid() -> list[Shape]:
         for is_causal in (False, True)
         for seqlen in SEQLENS
     ]
+
+
+def problem_of(shape: Shape, device: Any) -> Any:
+    """The AttentionProblem of a shape on a torch device."""
+    import torch
+
+    from flash_cute.problem import AttentionProblem
+
+    return AttentionProblem(
+        dtype=getattr(torch, shape.dtype),
+        device=torch.device(device),
+        batch=shape.batch,
+        seqlen_q=shape.seqlen_q,
+        seqlen_k=shape.seqlen_k,
+        num_heads_q=shape.num_heads_q,
+        num_heads_kv=shape.num_heads_kv,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        causal=shape.is_causal,
+    )
 
 
 def specialisations(shapes: Iterable[Shape]) -> list[Shape]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import fwd, machine, peers, report, timing
+from . import fwd, machine, peers, report, shapes, timing
 from .report import Cell, say
 from .shapes import Shape
 
@@ -70,30 +70,12 @@ def no_extras() -> tuple[int, ...]:
     return (0,) * len(launch.EXTRAS)
 
 
-def problem_of(shape: Shape, device: str) -> Any:
-    """The AttentionProblem of a shape."""
-    from flash_cute.problem import AttentionProblem
-
-    return AttentionProblem(
-        dtype=getattr(torch, shape.dtype),
-        device=torch.device(device),
-        batch=shape.batch,
-        seqlen_q=shape.seqlen_q,
-        seqlen_k=shape.seqlen_k,
-        num_heads_q=shape.num_heads_q,
-        num_heads_kv=shape.num_heads_kv,
-        head_dim=shape.head_dim,
-        head_dim_v=shape.head_dim_v,
-        causal=shape.is_causal,
-    )
-
-
 def plan_of(shape: Shape, qkv: Sequence[torch.Tensor], choice: Choice) -> Any:
     """The LaunchPlan of a shape under a choice; compiles its kernel if need be."""
     from flash_cute import compile, plan, selection
     from flash_cute.problem import AttentionInputs
 
-    problem = problem_of(shape, str(qkv[0].device))
+    problem = shapes.problem_of(shape, qkv[0].device)
     target = selection.current_target(problem.device)
     key = replace(selection.key_for(problem, target), config=choice.config)
     q, k, v = qkv
@@ -118,7 +100,7 @@ def choices(shape: Shape, arch: str) -> list[Choice]:
     from flash_cute import selection
     from flash_cute.target import Target
 
-    key = selection.key_for(problem_of(shape, "cpu"), Target.from_arch(arch))
+    key = selection.key_for(shapes.problem_of(shape, "cpu"), Target.from_arch(arch))
     config = key.config
     changed = [(f"tile_n {config.tile_n + s}", {"tile_n": config.tile_n + s}) for s in TILE_N_STEPS]
     changed += [

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from flash_cute.errors import InvalidProblem
+from flash_cute.errors import refuse
 from flash_cute.variant import callback_form
 
 # PyTorch's block size for "no block mask", one block that is larger than any problem.
@@ -101,11 +101,11 @@ class BlockStructure:
             cols = index.shape[-1]
             if bool((count < 0).any()) or bool((count > cols).any()):
                 got = f"{int(count.min())} to {int(count.max())}"
-                _refuse(f"block_mask.{name}_num_blocks", got, f"0 to {cols}")
+                refuse(f"block_mask.{name}_num_blocks", got, f"0 to {cols}")
             used = torch.arange(cols, device=index.device) < count[..., None]
             if bool((used & ((index < 0) | (index >= cols))).any()):
                 bad = index[used & ((index < 0) | (index >= cols))][0]
-                _refuse(f"an entry of block_mask.{name}_indices", int(bad), f"0 to {cols - 1}")
+                refuse(f"an entry of block_mask.{name}_indices", int(bad), f"0 to {cols - 1}")
 
 
 def _as_map(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -130,12 +130,12 @@ def block_structure(
     names = ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")
     if not all(hasattr(block_mask, name) for name in names):
         got = f"of type {type(block_mask).__name__}"
-        _refuse("block_mask", got, "a torch.nn.attention.flex_attention.BlockMask")
+        refuse("block_mask", got, "a torch.nn.attention.flex_attention.BlockMask")
     block_size = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
     given = (int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1]))
     if given != seqlens and block_size != (_ENDLESS, _ENDLESS):
         why = "seqlen_q and seqlen_k of the call; make the BlockMask for these lengths"
-        _refuse("block_mask.seq_lengths", given, seqlens, why)
+        refuse("block_mask.seq_lengths", given, seqlens, why)
     blocks = tuple(-(-length // size) for length, size in zip(seqlens, block_size, strict=True))
     full = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     lists = {"kv": (block_mask.kv_num_blocks, block_mask.kv_indices)}
@@ -145,12 +145,12 @@ def block_structure(
         for axis, sizes in enumerate(((1, batch), (1, num_heads), (blocks[0],))):
             if count.shape[axis] not in sizes:
                 expected = " or ".join(str(size) for size in sorted(set(sizes)))
-                _refuse(f"block_mask.{name}_num_blocks.shape[{axis}]", count.shape[axis], expected)
+                refuse(f"block_mask.{name}_num_blocks.shape[{axis}]", count.shape[axis], expected)
         if tuple(index.shape[:-1]) != tuple(count.shape) or index.shape[-1] < blocks[1]:
             expected = (*count.shape, blocks[1])
-            _refuse(f"block_mask.{name}_indices.shape", tuple(index.shape), expected)
+            refuse(f"block_mask.{name}_indices.shape", tuple(index.shape), expected)
         if count.device != device:
-            _refuse(f"block_mask.{name}_num_blocks.device", count.device, device, "device of q")
+            refuse(f"block_mask.{name}_num_blocks.device", count.device, device, "device of q")
     mask_mod = _mask_mod(block_mask.mask_mod)
     return BlockStructure(*lists["kv"], *lists.get("full_kv", (None, None)), block_size, mask_mod)
 
@@ -162,10 +162,6 @@ def _mask_mod(mask_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if mask_mod is None or (is_torch and name == "noop_mask"):
         return None
     if is_torch and name == "_sliced_mask_mod_error":
-        _refuse("block_mask", "a slice of a BlockMask, which has no mask_mod", "a whole BlockMask")
+        refuse("block_mask", "a slice of a BlockMask, which has no mask_mod", "a whole BlockMask")
     callback_form(mask_mod, "mask_mod")
     return mask_mod
-
-
-def _refuse(what: str, got: object, expected: object, why: str = "") -> NoReturn:
-    raise InvalidProblem(f"{what} is {got}, expected {expected}{f' ({why})' if why else ''}")

@@ -53,7 +53,6 @@ TENSOR_DTYPES: dict[torch.dtype, str] = {
 }
 
 Chain = tuple[str, ...]
-_WHOLE: frozenset[Chain] = frozenset({()})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ The names are part of the public contract; a suffix "Error" would add nothing to
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class FlashCuteError(Exception):
     """Base of every error this package raises on purpose."""
@@ -34,3 +36,8 @@ class CaptureError(FlashCuteError, RuntimeError):
 
 class DependencyError(FlashCuteError, ImportError):
     """A dependency is missing or outside the tested version range."""
+
+
+def refuse(what: str, got: object, expected: object, why: str = "") -> NoReturn:
+    """Raise InvalidProblem: `what` is `got`, expected `expected` (why)."""
+    raise InvalidProblem(f"{what} is {got}, expected {expected}{f' ({why})' if why else ''}")

@@ -8,12 +8,12 @@ function takes and this one cannot do is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from flash_cute import api
-from flash_cute.errors import InvalidProblem, UnsupportedProblem
+from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.problem import Options, attention_request
 
 
@@ -73,7 +73,7 @@ def _check_options(
 ) -> None:
     for name, option in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if not isinstance(option, bool):
-            _refuse(name, repr(option), "True or False")
+            refuse(name, repr(option), "True or False")
     if kernel_options:
         names = ", ".join(map(str, kernel_options))
         raise UnsupportedProblem(
@@ -85,7 +85,7 @@ def _check_options(
         raise InvalidProblem("return_lse and return_aux are both given, expected at most one")
     if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
         got = f"of type {type(return_aux).__name__}"
-        _refuse("return_aux", got, "an AuxRequest of torch.nn.attention.flex_attention")
+        refuse("return_aux", got, "an AuxRequest of torch.nn.attention.flex_attention")
     if return_aux.max_scores:
         raise UnsupportedProblem("return_aux.max_scores is True, expected False: not available")
 
@@ -99,29 +99,29 @@ def _check_tensors(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
-            _refuse(name, f"of type {type(tensor).__name__}", "a torch.Tensor")
+            refuse(name, f"of type {type(tensor).__name__}", "a torch.Tensor")
         if tensor.dim() != 4:
-            _refuse(f"{name}.dim()", tensor.dim(), 4, "(batch, heads, seqlen, head_dim)")
+            refuse(f"{name}.dim()", tensor.dim(), 4, "(batch, heads, seqlen, head_dim)")
         if tensor.dtype != query.dtype:
-            _refuse(f"{name}.dtype", tensor.dtype, query.dtype, "dtype of query")
+            refuse(f"{name}.dtype", tensor.dtype, query.dtype, "dtype of query")
         if tensor.device != query.device:
-            _refuse(f"{name}.device", tensor.device, query.device, "device of query")
+            refuse(f"{name}.device", tensor.device, query.device, "device of query")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            _refuse(f"{name}.stride(-1)", tensor.stride(-1), 1, f"pass {name}.contiguous()")
+            refuse(f"{name}.stride(-1)", tensor.stride(-1), 1, f"pass {name}.contiguous()")
     if key.shape[-1] != query.shape[-1]:
-        _refuse("key.shape[-1]", key.shape[-1], query.shape[-1], "head_dim of query")
+        refuse("key.shape[-1]", key.shape[-1], query.shape[-1], "head_dim of query")
     for axis in range(3):
         if value.shape[axis] != key.shape[axis]:
-            _refuse(f"value.shape[{axis}]", value.shape[axis], key.shape[axis], "shape of key")
+            refuse(f"value.shape[{axis}]", value.shape[axis], key.shape[axis], "shape of key")
     if key.shape[1] != query.shape[1] and not enable_gqa:
         why = "heads of query; enable_gqa=True allows fewer"
-        _refuse("key.shape[1]", key.shape[1], query.shape[1], why)
+        refuse("key.shape[1]", key.shape[1], query.shape[1], why)
     batch = query.shape[0]
     if key.shape[0] != batch:
         has_batch = block_mask is not None and block_mask.kv_num_blocks.shape[0] == batch
         if key.shape[0] != 1 or not has_batch:
             why = "batch of query, or 1 with a block_mask of that batch"
-            _refuse("key.shape[0]", key.shape[0], batch, why)
+            refuse("key.shape[0]", key.shape[0], batch, why)
         key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (key, value))
     return key, value
 
@@ -132,7 +132,3 @@ def _like(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     order.append(order.pop(order.index(3)))  # the head dimension is the last one in memory
     back = [order.index(axis) for axis in range(4)]
     return out.permute(order).contiguous().permute(back)
-
-
-def _refuse(what: str, got: object, expected: object, why: str = "") -> NoReturn:
-    raise InvalidProblem(f"{what} is {got}, expected {expected}{f' ({why})' if why else ''}")

@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
 from flash_cute.block_mask import BlockStructure, block_structure
-from flash_cute.errors import InvalidProblem, UnsupportedProblem
+from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.features import Feature
 from flash_cute.variant import NATIVE, Callback, as_callback, callback_form
 
@@ -33,27 +33,23 @@ _FP8_DTYPES = tuple(
 )
 
 
-def _refuse(what: str, got: object, expected: object, why: str = "") -> NoReturn:
-    raise InvalidProblem(f"{what} is {got}, expected {expected}{f' ({why})' if why else ''}")
-
-
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_int(what: str, value: object, least: int) -> None:
     if not _is_int(value) or cast(int, value) < least:
-        _refuse(what, repr(value), f"an integer of at least {least}")
+        refuse(what, repr(value), f"an integer of at least {least}")
 
 
 def _check_bool(what: str, value: object) -> None:
     if not isinstance(value, bool):
-        _refuse(what, repr(value), "True or False")
+        refuse(what, repr(value), "True or False")
 
 
 def _check_finite(what: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        _refuse(what, repr(value), "a finite number")
+        refuse(what, repr(value), "a finite number")
 
 
 def _window_bound(what: str, value: object) -> int | None:
@@ -61,7 +57,7 @@ def _window_bound(what: str, value: object) -> int | None:
     if value is None:
         return None
     if not _is_int(value):
-        _refuse(what, repr(value), "an integer or None")
+        refuse(what, repr(value), "an integer or None")
     bound = cast(int, value)
     return None if bound == -1 else bound
 
@@ -132,13 +128,13 @@ class AttentionProblem:
 
     def _check_dtype(self) -> None:
         if self.device.type not in ("cpu", "cuda"):
-            _refuse("device", self.device, "cuda or cpu")
+            refuse("device", self.device, "cuda or cpu")
         allowed = _CPU_DTYPES if self.device.type == "cpu" else _HALF_DTYPES
         names = ", ".join(str(dtype) for dtype in allowed)
         if self.dtype in _FP8_DTYPES:
             raise UnsupportedProblem(f"dtype {self.dtype}: no fp8 kernel exists yet; use {names}")
         if self.dtype not in allowed:
-            _refuse("dtype", self.dtype, f"one of {names}", f"tensors on {self.device.type}")
+            refuse("dtype", self.dtype, f"one of {names}", f"tensors on {self.device.type}")
 
     def _check_sizes(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
@@ -147,17 +143,17 @@ class AttentionProblem:
             _check_int(name, getattr(self, name), 1)
         if self.num_heads_q % self.num_heads_kv:
             multiple = f"a multiple of {self.num_heads_kv}"
-            _refuse("num_heads_q", self.num_heads_q, multiple, "num_heads_kv")
+            refuse("num_heads_q", self.num_heads_q, multiple, "num_heads_kv")
         if self.page_size is not None:
             _check_int("page_size", self.page_size, 1)
             if self.is_packed_k:
-                _refuse("is_packed_k", True, False, "paged keys have no cu_seqlens_k")
+                refuse("is_packed_k", True, False, "paged keys have no cu_seqlens_k")
 
     def _check_options(self) -> None:
         _check_int("attention_chunk", self.attention_chunk, 0)
         _check_int("num_splits", self.num_splits, 0)
         if self.softcap < 0:
-            _refuse("softcap", self.softcap, "0 (none) or a positive number")
+            refuse("softcap", self.softcap, "0 (none) or a positive number")
         if self.pack_gqa is not None:
             _check_bool("pack_gqa", self.pack_gqa)
         for name in _BOOL_FIELDS:
@@ -440,19 +436,19 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: 
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
         if tensor.dim() != ranks[name]:
-            _refuse(f"{name}.dim()", tensor.dim(), ranks[name], _layout(name, lengths))
+            refuse(f"{name}.dim()", tensor.dim(), ranks[name], _layout(name, lengths))
         if tensor.dtype != q.dtype:
-            _refuse(f"{name}.dtype", tensor.dtype, q.dtype, "dtype of q")
+            refuse(f"{name}.dtype", tensor.dtype, q.dtype, "dtype of q")
         if tensor.device != q.device:
-            _refuse(f"{name}.device", tensor.device, q.device, "device of q")
+            refuse(f"{name}.device", tensor.device, q.device, "device of q")
         _check_last_stride(name, tensor)
     if k.shape[-1] != q.shape[-1]:
-        _refuse("k.shape[-1]", k.shape[-1], q.shape[-1], "head_dim of q")
+        refuse("k.shape[-1]", k.shape[-1], q.shape[-1], "head_dim of q")
     for axis in range(ranks["k"] - 1):
         if v.shape[axis] != k.shape[axis]:
-            _refuse(f"v.shape[{axis}]", v.shape[axis], k.shape[axis], f"k.shape[{axis}]")
+            refuse(f"v.shape[{axis}]", v.shape[axis], k.shape[axis], f"k.shape[{axis}]")
     if lengths.page_table is not None and k.shape[1] < 1:
-        _refuse("k.shape[1]", k.shape[1], "at least 1", "page size")
+        refuse("k.shape[1]", k.shape[1], "at least 1", "page size")
 
 
 def _layout(name: str, lengths: Lengths) -> str:
@@ -469,12 +465,12 @@ def _layout(name: str, lengths: Lengths) -> str:
 
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
-        _refuse(name, f"of type {type(tensor).__name__}", "a torch.Tensor")
+        refuse(name, f"of type {type(tensor).__name__}", "a torch.Tensor")
 
 
 def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        _refuse(
+        refuse(
             f"{name}.stride(-1)",
             tensor.stride(-1),
             1,
@@ -499,10 +495,10 @@ def _check_lengths(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> int:
         tensor = getattr(lengths, name)
         if tensor is not None and tensor.shape[0] != length:
             why = f"batch + 1, batch is {batch_of}" if name == "cu_seqlens_k" else batch_of
-            _refuse(f"{name}.shape[0]", tensor.shape[0], length, why)
+            refuse(f"{name}.shape[0]", tensor.shape[0], length, why)
     is_dense_k = lengths.cu_seqlens_k is None and lengths.page_table is None
     if is_dense_k and k.shape[0] != batch:
-        _refuse("k.shape[0]", k.shape[0], batch, batch_of)
+        refuse("k.shape[0]", k.shape[0], batch, batch_of)
     _check_hint("max_seqlen_q", lengths.max_seqlen_q)
     _check_hint("max_seqlen_k", lengths.max_seqlen_k)
     return batch
@@ -512,11 +508,11 @@ def _check_index_tensor(name: str, tensor: object, rank: int, device: torch.devi
     _check_tensor(name, tensor)
     index = cast(torch.Tensor, tensor)
     if index.dtype != torch.int32:
-        _refuse(f"{name}.dtype", index.dtype, torch.int32)
+        refuse(f"{name}.dtype", index.dtype, torch.int32)
     if index.dim() != rank:
-        _refuse(f"{name}.dim()", index.dim(), rank)
+        refuse(f"{name}.dim()", index.dim(), rank)
     if index.device != device:
-        _refuse(f"{name}.device", index.device, device, "device of q")
+        refuse(f"{name}.device", index.device, device, "device of q")
     _check_last_stride(name, index)
 
 
@@ -526,7 +522,7 @@ def _batch(q: torch.Tensor, lengths: Lengths) -> tuple[int, str]:
     if cu_seqlens_q is None:
         return q.shape[0], "batch of q"
     if cu_seqlens_q.shape[0] < 1:
-        _refuse("cu_seqlens_q.shape[0]", 0, "at least 1", "batch + 1")
+        refuse("cu_seqlens_q.shape[0]", 0, "at least 1", "batch + 1")
     return cu_seqlens_q.shape[0] - 1, "cu_seqlens_q.shape[0] - 1"
 
 
@@ -537,7 +533,7 @@ def _check_hint(name: str, hint: object) -> None:
     if isinstance(hint, torch.Tensor):
         if hint.dim() != 0 or hint.dtype not in (torch.int32, torch.int64):
             got = f"a tensor of shape {tuple(hint.shape)} and dtype {hint.dtype}"
-            _refuse(name, got, "an integer or a 0-dim int32 or int64 tensor")
+            refuse(name, got, "an integer or a 0-dim int32 or int64 tensor")
         if hint.device.type != "cpu":
             return
         hint = int(hint)
@@ -573,7 +569,7 @@ def _window_pair(window_size: object) -> tuple[int | None, int | None]:
         if len(pair) == 2:
             return pair[0], pair[1]
     got = repr(cast(object, window_size))
-    _refuse("window_size", got, "a pair (left, right) of integers or None")
+    refuse("window_size", got, "a pair (left, right) of integers or None")
 
 
 def _check_sink(sink: object, num_heads_q: int, device: torch.device) -> None:
@@ -582,11 +578,11 @@ def _check_sink(sink: object, num_heads_q: int, device: torch.device) -> None:
     _check_tensor("sink", sink)
     tensor = cast(torch.Tensor, sink)
     if tensor.dtype not in _SINK_DTYPES:
-        _refuse("sink.dtype", tensor.dtype, f"one of {', '.join(map(str, _SINK_DTYPES))}")
+        refuse("sink.dtype", tensor.dtype, f"one of {', '.join(map(str, _SINK_DTYPES))}")
     if tuple(tensor.shape) != (num_heads_q,):
-        _refuse("sink.shape", tuple(tensor.shape), (num_heads_q,), "num_heads of q")
+        refuse("sink.shape", tuple(tensor.shape), (num_heads_q,), "num_heads of q")
     if tensor.device != device:
-        _refuse("sink.device", tensor.device, device, "device of q")
+        refuse("sink.device", tensor.device, device, "device of q")
     _check_last_stride("sink", tensor)
 
 
@@ -600,7 +596,7 @@ def _check_callbacks(options: Options, device: torch.device) -> None:
                 "on the CPU the portable form runs"
             )
     if options.kernel is not None and not isinstance(cast(object, options.kernel), type):
-        _refuse("kernel", f"of type {type(options.kernel).__name__}", "a kernel class")
+        refuse("kernel", f"of type {type(options.kernel).__name__}", "a kernel class")
 
 
 def _check_out(
@@ -613,15 +609,15 @@ def _check_out(
     tensor = cast(torch.Tensor, out)
     expected = (*q.shape[:-1], v.shape[-1])
     if tuple(tensor.shape) != expected:
-        _refuse("out.shape", tuple(tensor.shape), expected, "shape of q with head_dim of v")
+        refuse("out.shape", tuple(tensor.shape), expected, "shape of q with head_dim of v")
     if tensor.dtype != q.dtype:
-        _refuse("out.dtype", tensor.dtype, q.dtype, "dtype of q")
+        refuse("out.dtype", tensor.dtype, q.dtype, "dtype of q")
     if tensor.device != q.device:
-        _refuse("out.device", tensor.device, q.device, "device of q")
+        refuse("out.device", tensor.device, q.device, "device of q")
     _check_last_stride("out", tensor)
     for axis in range(tensor.dim() - 1):
         if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
-            _refuse(f"out.stride({axis})", 0, "nonzero", "rows of out would overlap")
+            refuse(f"out.stride({axis})", 0, "nonzero", "rows of out would overlap")
     if requires_grad or (torch.is_grad_enabled() and tensor.requires_grad):
         raise InvalidProblem(
             "out is given while an argument requires grad, expected no out, or torch.no_grad()"
@@ -629,7 +625,7 @@ def _check_out(
     if tensor.numel():
         for name, operand in (("q", q), ("k", k), ("v", v)):
             if operand.data_ptr() == tensor.data_ptr():
-                _refuse("out", f"the memory of {name}", "memory of its own")
+                refuse("out", f"the memory of {name}", "memory of its own")
 
 
 def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
@@ -667,18 +663,18 @@ def _check_cu_seqlens(
         return []
     name, starts = f"cu_seqlens_{side}", _to_list(cu_seqlens)
     if starts[0] != 0:
-        _refuse(f"{name}[0]", starts[0], 0)
+        refuse(f"{name}[0]", starts[0], 0)
     lengths: list[int] = []
     for index in range(1, len(starts)):
         if starts[index] < starts[index - 1]:
             at_least = f"at least {starts[index - 1]}"
-            _refuse(f"{name}[{index}]", starts[index], at_least, f"{name}[{index - 1}]")
+            refuse(f"{name}[{index}]", starts[index], at_least, f"{name}[{index - 1}]")
         lengths.append(starts[index] - starts[index - 1])
     total = packed.shape[0]
     if starts[-1] > total:
-        _refuse(f"{name}[-1]", starts[-1], f"at most {total}", f"{side}.shape[0]")
+        refuse(f"{name}[-1]", starts[-1], f"at most {total}", f"{side}.shape[0]")
     if lengths and max(lengths) > longest:
-        _refuse(f"max_seqlen_{side}", longest, f"at least {max(lengths)}", f"longest of {name}")
+        refuse(f"max_seqlen_{side}", longest, f"at least {max(lengths)}", f"longest of {name}")
     return lengths
 
 
@@ -687,7 +683,7 @@ def _check_seqused(name: str, seqused: torch.Tensor | None, capacity: list[int])
         return
     for index, (used, most) in enumerate(zip(_to_list(seqused), capacity, strict=True)):
         if not 0 <= used <= most:
-            _refuse(f"{name}[{index}]", used, f"0 to {most}", "length of the sequence")
+            refuse(f"{name}[{index}]", used, f"0 to {most}", "length of the sequence")
 
 
 def _check_page_table(
@@ -697,4 +693,4 @@ def _check_page_table(
         pages = _to_list(page_table[row, : -(-length // page_size)])
         for column, page in enumerate(pages):
             if not 0 <= page < num_pages:
-                _refuse(f"page_table[{row}, {column}]", page, f"0 to {num_pages - 1}", "pages of k")
+                refuse(f"page_table[{row}, {column}]", page, f"0 to {num_pages - 1}", "pages of k")

@@ -11,14 +11,14 @@ import enum
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from flash_cute import reference
 from flash_cute.api import reference_mask
 from flash_cute.block_mask import BlockStructure, block_structure
-from flash_cute.errors import DependencyError, InvalidProblem, UnsupportedProblem
+from flash_cute.errors import DependencyError, InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.problem import Options, attention_request
 from flash_cute.variant import NATIVE, as_callback, callback_form
 
@@ -67,7 +67,7 @@ def mask_matrix(
     if mask is not None:
         shown = _matrix(mask, batch, head, sizes)
         if shown.is_floating_point():
-            _refuse("mask", "a bias or a score_mod", "what says which keys are visible")
+            refuse("mask", "a bias or a score_mod", "what says which keys are visible")
         is_hidden = shown < Level.VISIBLE
         if matrix.is_floating_point():
             matrix = matrix.masked_fill(is_hidden, _NEG_INF)
@@ -81,7 +81,7 @@ def _sizes(what: Any, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, 
     if isinstance(what, torch.Tensor):
         if what.dim() not in (2, 4):
             why = "(seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k)"
-            _refuse("mask_or_bias.dim()", what.dim(), "2 or 4", why)
+            refuse("mask_or_bias.dim()", what.dim(), "2 or 4", why)
         known: tuple[int | None, int | None] = (what.shape[-2], what.shape[-1])
     elif hasattr(what, "seq_lengths"):
         known = (int(what.seq_lengths[0]), int(what.seq_lengths[1]))
@@ -90,12 +90,12 @@ def _sizes(what: Any, seqlen_q: int | None, seqlen_k: int | None) -> tuple[int, 
     found: list[int] = []
     for name, given, own in zip(("seqlen_q", "seqlen_k"), (seqlen_q, seqlen_k), known, strict=True):
         if own is not None and given not in (None, own):
-            _refuse(name, given, own, "length of mask_or_bias; None takes it from there")
+            refuse(name, given, own, "length of mask_or_bias; None takes it from there")
         length = own if given is None else given
         if length is None:
-            _refuse(name, None, "a length", "a callback or a BlockStructure has none of its own")
+            refuse(name, None, "a length", "a callback or a BlockStructure has none of its own")
         if length < 1:
-            _refuse(name, length, "at least 1")
+            refuse(name, length, "at least 1")
         found.append(length)
     return found[0], found[1]
 
@@ -126,11 +126,11 @@ def _of_tensor(tensor: torch.Tensor, batch: int, head: int, sizes: tuple[int, in
     if one.dim() == 4:
         one = one[_entry("batch", batch, one.shape[0]), _entry("head", head, one.shape[1])]
     if tuple(one.shape) != sizes:
-        _refuse("the shape of a matrix", tuple(one.shape), sizes, "(seqlen_q, seqlen_k)")
+        refuse("the shape of a matrix", tuple(one.shape), sizes, "(seqlen_q, seqlen_k)")
     if one.dtype == torch.bool:
         return torch.where(one, Level.VISIBLE, Level.HIDDEN).to(torch.uint8)
     if not one.is_floating_point():
-        _refuse("mask_or_bias.dtype", one.dtype, "torch.bool or a floating-point dtype")
+        refuse("mask_or_bias.dtype", one.dtype, "torch.bool or a floating-point dtype")
     return one.float()
 
 
@@ -162,7 +162,7 @@ def _entry(name: str, index: int, count: int) -> int:
     if count == 1:
         return 0
     if not 0 <= index < count:
-        _refuse(name, index, f"0 to {count - 1}")
+        refuse(name, index, f"0 to {count - 1}")
     return index
 
 
@@ -346,7 +346,3 @@ def _matplotlib(part: str = "") -> Any:
         return importlib.import_module(f"matplotlib.{part}" if part else "matplotlib")
     except ImportError as error:
         raise DependencyError("plot_mask needs matplotlib: pip install matplotlib") from error
-
-
-def _refuse(what: str, got: object, expected: object, why: str = "") -> NoReturn:
-    raise InvalidProblem(f"{what} is {got}, expected {expected}{f' ({why})' if why else ''}")

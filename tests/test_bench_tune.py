@@ -28,7 +28,7 @@ def test_choices_differ_in_one_thing_and_obey_the_rules(shape: shapes.Shape):
     assert (first.name, first.section_factor) == (tune.DEFAULT, 1.0)
     assert len(others) >= 6
     assert len({choice.name for choice in others}) == len(others)
-    spec = selection.key_for(tune.problem_of(shape, "cpu"), Target.from_arch(ARCH)).spec
+    spec = selection.key_for(shapes.problem_of(shape, "cpu"), Target.from_arch(ARCH)).spec
     for choice in others:
         config_fields = [f.name for f in fields(first.config)]
         differing = [
@@ -42,7 +42,7 @@ def test_choices_differ_in_one_thing_and_obey_the_rules(shape: shapes.Shape):
 
 def test_the_default_is_what_a_call_runs():
     shape = shapes.square(4096, 2, 4, (256, 256), True)
-    key = selection.key_for(tune.problem_of(shape, "cpu"), Target.from_arch(ARCH))
+    key = selection.key_for(shapes.problem_of(shape, "cpu"), Target.from_arch(ARCH))
     assert tune.choices(shape, ARCH)[0].config == key.config
 
 

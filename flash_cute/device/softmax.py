@@ -11,13 +11,6 @@ LOG2_E = 1.4426950408889634
 
 
 @cute.jit
-def reset(row_max: cute.Tensor, row_sum: cute.Tensor):
-    """Start a tile: no key seen."""
-    row_max.fill(-Float32.inf)
-    row_sum.fill(0.0)
-
-
-@cute.jit
 def softmax_step(
     scores: cute.Tensor,
     row_max: cute.Tensor,
@@ -100,8 +93,8 @@ def speculative_step(
 
     That saves an instruction an element and starts the exponentials as soon as the scores arrive.
     A maximum that is too low is harmless until the weights grow large: it cancels in the final
-    division. `outgrown` says where that has happened, and `catch_up` repeats those rows from the
-    scores, which stay intact.
+    division. `any_outgrown` says whether that has happened, and `catch_up` repeats those rows from
+    the scores, which stay intact.
 
     Shapes: scores, weights: (rows, cols) f32 rmem; row_max, block_sum: (rows,) f32 rmem
     """
