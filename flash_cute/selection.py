@@ -93,6 +93,9 @@ SM90 = Declaration(
             Feature.VARLEN,
             Feature.SEQUSED,
             Feature.HEAD_DIM_V,
+            Feature.SCORE_MOD,
+            Feature.MASK_MOD,
+            Feature.BLOCK_SPARSITY,
         }
     ),
 )
