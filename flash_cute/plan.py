@@ -29,7 +29,8 @@ LOG2_E = math.log2(math.e)
 SMALLEST_SCALE = 2.0**-126  # stands for 0, which times the -inf of a masked score would be NaN
 ALIGNMENT = 16  # bytes: what TMA and the 16-byte stores ask of addresses and strides
 TMA_STRIDE_LIMIT = 2**40  # bytes
-L2_SECTION_BYTES = 16 * 2**20  # K and V of the heads in flight; a third of an H200's L2
+L2_SECTION_BYTES = 32 * 2**20  # K and V of the heads in flight; two thirds of an H200's L2
+MOST_CTAS = 2**16  # of a launch
 LARGEST_BOUND = 2**30  # window bounds and chunks beyond it are cut: no sequence is as long
 
 # torch's own short cuts, without checks and objects: 0.1 µs instead of 1. The names are private, so
@@ -170,11 +171,11 @@ def make_plan(
     tile_m = kernel_key.config.tile_m
     blocks = rows_q // tile_m + p.batch if p.is_packed_q else p.batch * -(-rows_q // tile_m)
     num_tiles = blocks * p.num_heads_q
-    if num_tiles >= 2**31 - target.num_sms:
+    if num_tiles >= 2**31 - MOST_CTAS:
         raise UnsupportedProblem(
             f"the problem has {num_tiles} query tiles, at most 2**31: split it"
         )
-    num_ctas = min(target.num_sms, num_tiles)
+    num_ctas = min(target.num_sms * kernel_key.config.ctas_per_sm, num_tiles)
     out_strides = contiguous_strides(out_shape)
     arguments = ForwardArguments(
         **dict.fromkeys(ForwardArguments._fields[:NUM_ADDRESSES], 0),

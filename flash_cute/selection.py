@@ -218,11 +218,11 @@ def _key(
     )
     # A packed length is a hint that must not shape code.
     seqlen_k = sm90.LONG_SEQLEN if p.is_packed_k else p.seqlen_k
-    config = sm90.default_config(spec, seqlen_k)
+    config = sm90.default_config(spec, seqlen_k, variant.block_size)
     if variant.block_size is not None and not config.divides(variant.block_size):
         raise UnsupportedProblem(
-            f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of "
-            f"({config.tile_m}, {config.tile_n}), the tile of {declaration.kernel}"
+            f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of (64, 16): tiles "
+            f"of {declaration.kernel} must divide it"
         )
     return KernelKey(declaration.kernel, target.arch, spec, config)
 

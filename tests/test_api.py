@@ -324,8 +324,6 @@ def test_what_is_no_tensor_is_refused_beside_tensors_on_a_gpu(
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score},
-    "mask_mod": {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx < 3},
     "split_kv": {"num_splits": 2},
     "pack_gqa": {"pack_gqa": True},
 }

@@ -30,7 +30,7 @@ class BlockRange:
     """Key blocks of a query tile, visited downwards from `end` - 1 to `begin`.
 
     Blocks [full_begin, full_end) hide nothing; those above and below are edges. There is always a
-    block to visit, so that a tile without visible keys still writes its zeros.
+    block to visit, so that rows without visible keys still write their zeros.
     """
 
     begin: Int32
@@ -47,7 +47,6 @@ class AttentionMask:
     has_window_left: bool
     has_window_right: bool
     has_chunk: bool
-    tile_m: int
     tile_n: int
 
     @property
@@ -85,13 +84,27 @@ class AttentionMask:
         return begin
 
     @cute.jit
-    def block_range(self, m_block: Int32, seqlen: SeqlenInfo, bounds: MaskBounds) -> BlockRange:
-        """The blocks of query tile `m_block`."""
-        first_row = m_block * self.tile_m
-        last_row = cutlass.min(first_row + self.tile_m, seqlen.seqlen_q) - 1
+    def block_range(
+        self,
+        first_row: Int32,
+        num_rows: cutlass.Constexpr[int],
+        seqlen: SeqlenInfo,
+        bounds: MaskBounds,
+        outer: BlockRange | None = None,
+    ) -> BlockRange:
+        """The blocks of `num_rows` queries.
+
+        Args:
+            outer: the range of a whole tile, which that of some of its rows does not leave.
+        """
+        last_row = cutlass.min(first_row + num_rows, seqlen.seqlen_q) - 1
         begin = self.begin_of(first_row, seqlen, bounds) // self.tile_n
         end_key = cutlass.max(self.end_of(last_row, seqlen, bounds), 0)
-        end = cutlass.max((end_key + self.tile_n - 1) // self.tile_n, begin + 1)
+        end = (end_key + self.tile_n - 1) // self.tile_n
+        if const_expr(outer is not None):
+            begin = cutlass.min(begin, outer.end - 1)
+            end = cutlass.min(end, outer.end)
+        end = cutlass.max(end, begin + 1)
         full_end_key = cutlass.max(self.end_of(first_row, seqlen, bounds), 0)
         full_end = cutlass.max(full_end_key // self.tile_n, begin)
         full_begin = begin

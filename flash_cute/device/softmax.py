@@ -142,13 +142,16 @@ def catch_up(
 
 
 @cute.jit
-def rescale_output(acc_O: cute.Tensor, o_scale: cute.Tensor):
-    """Multiply the rows of the output accumulator by o_scale, if any row of the warp needs it."""
-    needs = o_scale[0] != 1.0
-    for r in cutlass.range_constexpr(1, cute.size(o_scale)):
-        needs = needs | (o_scale[r] != 1.0)
-    if cute.arch.vote_any_sync(needs):
-        scale_rows(acc_O, o_scale)
+def any_rescaled(o_scale: cute.Tensor, row_sum: cute.Tensor):
+    """Whether any row of the warp has an o_scale other than 1.
+
+    A NaN sum counts too, not for its own sake: the answer then needs the weights, so that what
+    follows it in program order, the wait for a product, cannot be moved before them.
+    """
+    is_rescaled = cutlass.Boolean(False)
+    for r in cutlass.range_constexpr(cute.size(o_scale)):
+        is_rescaled = is_rescaled | (o_scale[r] != 1.0) | ~(row_sum[r] == row_sum[r])
+    return cute.arch.vote_any_sync(is_rescaled)
 
 
 @cute.jit

@@ -5,11 +5,12 @@ Pure Python: readable and checkable without the DSL, a driver or a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash_cute.specialization import ForwardSpecialization
 
 SMEM_BYTES = 232_448  # 227 KB, what one CTA may have on SM90
+RESERVED_SMEM_BYTES = 1024  # of each CTA
 REGISTERS_PER_SM = 65_536
 THREADS_PER_WARPGROUP = 128
 ELEMENT_BYTES = 2
@@ -29,7 +30,10 @@ class ForwardConfigSm90:
     num_stages: int = 2
     regs_load: int = 24
     regs_mma: int = 240
+    ctas_per_sm: int = 1
     use_ping_pong: bool = True  # consumer warpgroups take turns at the tensor cores
+    skips_blocks: bool = False  # a warpgroup passes over blocks that none of its rows see
+    waits_late: bool = False  # for O of the block before: after the weights, which takes registers
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
 
     @property
@@ -68,11 +72,15 @@ class ForwardConfigSm90:
                 f"tiled head dims are ({spec.tile_d}, {spec.tile_dv}), expected {TILE_HEAD_DIMS}"
             )
         smem = self.smem_bytes(spec)
-        if smem > SMEM_BYTES:
-            broken.append(f"shared memory is {smem} bytes, at most {SMEM_BYTES}")
+        most = (SMEM_BYTES + RESERVED_SMEM_BYTES) // self.ctas_per_sm - RESERVED_SMEM_BYTES
+        if smem > most:
+            broken.append(f"shared memory is {smem} bytes, at most {most}")
+        if self.skips_blocks and (self.use_ping_pong or spec.has_block_mask):
+            broken.append("skips_blocks is True: no turns can be taken and no lists followed")
         registers = THREADS_PER_WARPGROUP * (
             self.regs_load + self.num_mma_warpgroups * self.regs_mma
         )
+        registers *= self.ctas_per_sm
         if registers > REGISTERS_PER_SM:
             broken.append(f"registers are {registers}, at most {REGISTERS_PER_SM}")
         return broken
@@ -82,26 +90,64 @@ LONG_SEQLEN = 2**30
 SHORT_SEQLEN = 1536  # keys; below it a causal mask hides a large share of a 192-row tile
 
 
-def default_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm90:
+def default_config(
+    spec: ForwardSpecialization, seqlen_k: int, block_size: tuple[int, int] | None = None
+) -> ForwardConfigSm90:
     """The config measured fastest on an H200 (2026-11-30; DECISIONS.md 17).
 
-    seqlen_k only says whether the keys are few; it is a hint and changes no result.
+    Args:
+        seqlen_k: says whether the keys are few; a hint that changes no result.
+        block_size: (queries, keys) of a block mask's blocks, which the tile divides where it can.
     """
-    tile_d, tile_dv = spec.tile_d, spec.tile_dv
-    # What is done to every score sets the pace then, and needs more registers.
-    is_busy = spec.modifies_scores or spec.mask_mod is not None
     if spec.has_block_mask:
-        # Tiles divide mask blocks of 128; walking the lists takes the load warp more registers.
-        tile_n = 64 if tile_d == 256 or tile_dv == 192 else 128
-        return ForwardConfigSm90(128, tile_n, regs_load=56, regs_mma=224)
+        return _sparse_config(spec, block_size or (128, 128))
+    if spec.has_window_left or spec.has_chunk:
+        return _window_config(spec)
+    return _dense_config(spec, seqlen_k)
+
+
+def _dense_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm90:
+    tile_d, tile_dv = spec.tile_d, spec.tile_dv
+    is_busy = _is_busy(spec)
     if tile_d == 64:
         if is_busy or (spec.is_causal and seqlen_k <= SHORT_SEQLEN):
             return ForwardConfigSm90(128, 128)
         return ForwardConfigSm90(192, 128, num_stages=3, regs_load=32, regs_mma=160)
     if tile_d == 96:
-        return ForwardConfigSm90(128, 128)
+        return ForwardConfigSm90(128, 128, waits_late=True)
     if tile_d == 128:
-        return ForwardConfigSm90(128, 128, use_ping_pong=spec.is_causal)
+        return ForwardConfigSm90(128, 128, use_ping_pong=spec.is_causal, waits_late=True)
     if tile_d == 192:
         return ForwardConfigSm90(128, 128 if tile_dv <= 128 else 96)
     return ForwardConfigSm90(128, 64 if is_busy else 80)
+
+
+def _window_config(spec: ForwardSpecialization) -> ForwardConfigSm90:
+    """Few keys a query: small blocks, and no warpgroup waits for the others' keys or turns."""
+    free = {"use_ping_pong": False, "skips_blocks": True}
+    if spec.tile_d == 64 and not _is_busy(spec):
+        return ForwardConfigSm90(192, 64, num_stages=6, regs_load=32, regs_mma=160, **free)
+    if spec.tile_d == 256:
+        return ForwardConfigSm90(128, 64, **free)
+    num_stages = 3 if spec.tile_d == 192 else 4
+    return ForwardConfigSm90(128, 64, num_stages=num_stages, waits_late=True, **free)
+
+
+def _sparse_config(spec: ForwardSpecialization, block_size: tuple[int, int]) -> ForwardConfigSm90:
+    """Tiles divide the blocks; walking the lists takes the load warp more registers."""
+    tile_m = 64 if block_size[0] % 128 else 128
+    is_small = spec.tile_d == 256 or spec.tile_dv == 192 or (tile_m == 64 and _is_busy(spec))
+    largest_n = 64 if is_small else 128
+    fitting = [n for n in range(16, largest_n + 1, 16) if block_size[1] % n == 0]
+    tile_n = max(fitting, default=largest_n)
+    config = ForwardConfigSm90(tile_m, tile_n, regs_load=56, regs_mma=224, use_ping_pong=False)
+    if tile_m == 128:
+        return config
+    # One warpgroup: two CTAs overlap instead, where shared memory has room.
+    halved = replace(config, ctas_per_sm=2, regs_mma=200)
+    return replace(config, regs_mma=240) if halved.check(spec) else halved
+
+
+def _is_busy(spec: ForwardSpecialization) -> bool:
+    """Whether what is done to every score sets the pace, and needs more registers."""
+    return spec.modifies_scores or spec.mask_mod is not None

@@ -7,14 +7,9 @@ Algorithm, per tile of tile_m queries of one head, keys visited from the last bl
     O = O + P V_j                        wgmma with P from registers
     out = O / row_sum, lse = log(row_sum) + max
 
-Roles (128 threads each):
-    warpgroup 0        load: one warp issues every TMA and fetches tiles; the others idle
+Roles (128 threads each; the pipelines between them: pipes.py):
+    warpgroup 0        load.py: one warp issues every TMA and fetches tiles; the others idle
     warpgroups 1..n    mma: 64 query rows each; softmax and both products; write their own output
-
-Pipelines (full = bytes landed, empty = arrivals):
-    q     1 stage      load -> mma   empty: one arrival per consumer warp, after the tile's last S
-    k, v  num_stages   load -> mma   empty: one arrival per consumer warp, after S or O is done
-    tile  2 stages     load -> mma   full: one arrival; empty: one arrival per consumer thread
 
 Timeline of one consumer warpgroup (ping-pong: the turn at the tensor cores passes at ``|``):
     issue S_j, issue O += P V_{j+1} | wait S_j, softmax, wait O, rescale O, P = bf16(S_j), ...
@@ -24,12 +19,11 @@ Budget: shared memory in ForwardConfigSm90.smem_bytes; registers per consumer th
 """
 
 import enum
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -44,20 +38,19 @@ from flash_cute.device.primitives import (
 )
 from flash_cute.device.score import trace_mask_mod, trace_score_mod
 from flash_cute.device.seqlen import SeqlenInfo
-from flash_cute.device.tile_scheduler import Cursor, Tile
+from flash_cute.device.tile_scheduler import Tile
 from flash_cute.errors import InvalidProblem
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
-from flash_cute.sm90.params import ForwardParams, LaunchDescription, TmaOperand
+from flash_cute.sm90.load import LoadWarp
+from flash_cute.sm90.params import ForwardParams, LaunchDescription
+from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
 from flash_cute.specialization import ForwardSpecialization
 from flash_cute.variant import callback_for
 
-WARPS_PER_WARPGROUP = 4
 ROWS_PER_WARP = 16
+ROWS_PER_WARPGROUP = 64
 ELEMENTS_PER_RUN = 8  # 16 bytes of shared memory
 ROWS_PER_THREAD = 2  # of a 64-row wgmma accumulator
-TILE_STAGES = 2
-TILE_FIELDS = 8  # 32-bit words of a tile announcement: coordinates, lengths
-SPARSE_TILE_FIELDS = 12  # and the counts of a block mask
 
 
 class Barrier(enum.IntEnum):
@@ -65,25 +58,6 @@ class Barrier(enum.IntEnum):
 
     TURN = 1  # + consumer warpgroup: its turn at the tensor cores
     CLEARED = 4  # + consumer warpgroup: its threads have cleared the tail of V
-
-
-class Pipes(NamedTuple):
-    """The four pipelines between the load warp and the consumers."""
-
-    q: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
-    tile: pipeline.PipelineAsync
-
-
-class SharedTensors(NamedTuple):
-    """Shared memory: (tile, dim, stage) rings, and the ring of tile announcements."""
-
-    sQ: cute.Tensor
-    sK: cute.Tensor
-    sV: cute.Tensor
-    tiles: cute.Tensor  # (fields, TILE_STAGES) int32
-    blocks: cute.Tensor  # (num_stages,) int32: the block in each stage of K, with a block mask
 
 
 @dataclass(frozen=True)
@@ -127,16 +101,16 @@ class FlashAttentionForwardSm90:
         self.score_mod = callback_for(spec.score_mod) if spec.score_mod is not None else None
         self.mask_mod = callback_for(spec.mask_mod) if spec.mask_mod is not None else None
         self.block_mod = callback_for(spec.block_mod) if spec.block_mod is not None else None
-        self.tile_fields = SPARSE_TILE_FIELDS if spec.has_block_mask else TILE_FIELDS
         self.smem_bytes = config.smem_bytes(spec)
         self.mask = AttentionMask(
             is_causal=spec.is_causal,
             has_window_left=spec.has_window_left,
             has_window_right=spec.has_window_right,
             has_chunk=spec.has_chunk,
-            tile_m=config.tile_m,
             tile_n=config.tile_n,
         )
+        self.exchange = Exchange(spec, config, self.dtype)
+        self.load_warp = LoadWarp(self.exchange, self.mask)
 
     # ---------------------------------------------------------------- host
 
@@ -154,28 +128,9 @@ class FlashAttentionForwardSm90:
             grid=[args.num_ctas, 1, 1],
             block=[self.config.num_threads, 1, 1],
             stream=args.stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=100,  # given, as the DSL else asks the driver for its size
         )
-
-    def shared_storage(self, p: ForwardParams):
-        """The struct of shared memory."""
-        config = self.config
-
-        @cute.struct
-        class SharedStorage:
-            """Barriers first, then the tiles, each aligned for the 128-byte swizzle."""
-
-            q_barriers: cute.struct.MemRange[Int64, 2]
-            k_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
-            v_barriers: cute.struct.MemRange[Int64, 2 * config.num_stages]
-            tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
-            tiles: cute.struct.MemRange[Int32, self.tile_fields * TILE_STAGES]
-            blocks: cute.struct.MemRange[Int32, config.num_stages]
-            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.q.layout)], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.k.layout)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(p.v.layout)], 1024]
-
-        return SharedStorage
 
     # ---------------------------------------------------------------- device
 
@@ -186,187 +141,18 @@ class FlashAttentionForwardSm90:
         if warp == 0:
             for operand in (p.q, p.k, p.v):
                 cpasync.prefetch_descriptor(operand.atom)
-        storage = SmemAllocator().allocate(self.shared_storage(p))
-        pipes = self.open_pipelines(storage)
+        storage = SmemAllocator().allocate(self.exchange.storage(p))
+        pipes = self.exchange.pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        smem = SharedTensors(
-            storage.sQ.get_tensor(p.q.layout.outer, swizzle=p.q.layout.inner),
-            storage.sK.get_tensor(p.k.layout.outer, swizzle=p.k.layout.inner),
-            storage.sV.get_tensor(p.v.layout.outer, swizzle=p.v.layout.inner),
-            storage.tiles.get_tensor(cute.make_layout((self.tile_fields, TILE_STAGES))),
-            storage.blocks.get_tensor(cute.make_layout(self.config.num_stages)),
-        )
+        smem = self.exchange.tensors(p, storage)
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.regs_load)
             if warp == 0:
-                self.load(p, smem, pipes)
+                self.load_warp.run(p, smem, pipes)
         else:
             cute.arch.setmaxregister_increase(self.config.regs_mma)
             self.mma(p, smem, pipes)
-
-    def open_pipelines(self, storage) -> Pipes:
-        """The q, k, v and tile pipelines; arrive counts follow from the roles."""
-        spec, config = self.spec, self.config
-        thread = pipeline.Agent.Thread
-        num_mma_warps = WARPS_PER_WARPGROUP * config.num_mma_warpgroups
-        one = pipeline.CooperativeGroup(thread, 1)
-        mma_warps = pipeline.CooperativeGroup(thread, num_mma_warps)
-        mma_threads = pipeline.CooperativeGroup(thread, 32 * num_mma_warps)
-        element_bytes = self.dtype.width // 8
-
-        def tma(barriers, stages, tile, dim):
-            return pipeline.PipelineTmaAsync.create(
-                barrier_storage=barriers.data_ptr(),
-                num_stages=stages,
-                producer_group=one,
-                consumer_group=mma_warps,
-                tx_count=tile * dim * element_bytes,
-                defer_sync=True,
-            )
-
-        return Pipes(
-            tma(storage.q_barriers, 1, config.tile_m, spec.tile_d),
-            tma(storage.k_barriers, config.num_stages, config.tile_n, spec.tile_d),
-            tma(storage.v_barriers, config.num_stages, config.tile_n, spec.tile_dv),
-            pipeline.PipelineAsync.create(
-                barrier_storage=storage.tile_barriers.data_ptr(),
-                num_stages=TILE_STAGES,
-                producer_group=one,
-                consumer_group=mma_threads,
-                defer_sync=True,
-            ),
-        )
-
-    # -- producer
-
-    @cute.jit
-    def load(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
-        """Load warp: finds tiles, announces them, loads their blocks in the order of `mma`."""
-        producer = pipeline.PipelineUserType.Producer
-        q_state = pipeline.make_pipeline_state(producer, 1)
-        k_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
-        v_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
-        tile_state = pipeline.make_pipeline_state(producer, TILE_STAGES)
-        tile_idx = cute.arch.block_idx()[0]
-        tile, cursor = p.scheduler.locate(tile_idx, Cursor(Int32(0), Int32(0)))
-        while tile.m_block >= 0:
-            following = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                following = p.scheduler.fetch()
-            seqlen = p.sequences.of(tile.batch)
-            if tile.m_block * self.config.tile_m < seqlen.seqlen_q:
-                counts = self.count_blocks(p, tile)
-                tile_state = self.announce(smem, pipes, tile_state, tile, seqlen, counts)
-                q_state, k_state, v_state = self.load_tile(
-                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen, counts
-                )
-            tile_idx = cute.arch.shuffle_sync(following, 0)
-            tile, cursor = p.scheduler.locate(tile_idx, cursor)
-        self.announce(smem, pipes, tile_state, tile, SeqlenInfo(*[Int32(0)] * 4), ())
-        p.scheduler.close(tile_idx, cursor)
-
-    @cute.jit
-    def count_blocks(self, p: ForwardParams, tile: Tile):
-        """(partial, full) blocks that the block mask lists for a tile; empty without one."""
-        counts = ()
-        if const_expr(self.spec.has_block_mask):
-            counts = p.blocks.counts(tile.m_block, tile.head, tile.batch)
-        return counts
-
-    @cute.jit
-    def announce(self, smem, pipes: Pipes, state, tile: Tile, seqlen: SeqlenInfo, counts):
-        """Tell the consumers the next tile; returns the advanced state."""
-        pipes.tile.producer_acquire(state)
-        if cute.arch.lane_idx() == 0:
-            slot = smem.tiles[None, state.index]
-            fields = (tile.m_block, tile.head, tile.batch)
-            fields += (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.offset_q, seqlen.offset_k)
-            fields += tuple(counts)
-            for i in cutlass.range_constexpr(len(fields)):
-                slot[i] = fields[i]
-            pipes.tile.producer_commit(state)
-        state.advance()
-        return state
-
-    @cute.jit
-    def load_tile(
-        self,
-        p: ForwardParams,
-        smem: SharedTensors,
-        pipes: Pipes,
-        states,
-        tile: Tile,
-        seqlen,
-        counts,
-    ):
-        """Load Q and all blocks of K and V of a tile; returns the advanced states."""
-        q_state, k_state, v_state = states
-        tile_d, tile_dv = self.spec.tile_d, self.spec.tile_dv
-        batch_q = 0 if const_expr(self.spec.is_packed_q) else tile.batch
-        batch_k = 0 if const_expr(self.spec.is_packed_k) else tile.batch
-        kv = (seqlen.offset_k, tile.head // p.group, batch_k)
-        q_copy = self.partition_tma(p.q, smem.sQ, tile_d, (seqlen.offset_q, tile.head, batch_q))
-        k_copy = self.partition_tma(p.k, smem.sK, tile_d, kv)
-        v_copy = self.partition_tma(p.v, smem.sV, tile_dv, kv)
-        # V of a block follows K of the next: the consumers ask for them in this order.
-        if const_expr(self.spec.has_block_mask):
-            num_partial, num_full = counts
-            n_block = p.blocks.visit(Int32(0), num_partial, tile.m_block, tile.head, tile.batch)
-            k_state = self.load_listed(p, smem, pipes, k_state, k_copy, n_block)
-            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
-            for i in cutlass.range(1, num_partial + num_full, unroll=1):
-                following = p.blocks.visit(i, num_partial, tile.m_block, tile.head, tile.batch)
-                k_state = self.load_listed(p, smem, pipes, k_state, k_copy, following)
-                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
-                n_block = following
-            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
-        else:
-            blocks = self.mask.block_range(tile.m_block, seqlen, p.bounds)
-            last = blocks.end - 1
-            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last)
-            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
-            for i in cutlass.range(last - blocks.begin, unroll=1):
-                k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last - i - 1)
-                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, last - i)
-            v_state = self.load_block(p.v, pipes.v, v_state, v_copy, blocks.begin)
-        return q_state, k_state, v_state
-
-    def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, origin):
-        """(TMA, stage) of shared memory and (TMA, block) of one head, for `load_block`."""
-        tile_rows = cute.size(smem, mode=[0])
-        first_row, head, batch = origin
-        gX = cute.domain_offset((first_row, 0), operand.tensor[None, None, head, batch])
-        return cpasync.tma_partition(
-            operand.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(smem, 0, 2),
-            cute.group_modes(cute.local_tile(gX, (tile_rows, tile_dim), (None, 0)), 0, 2),
-        )
-
-    @cute.jit
-    def load_block(self, operand: TmaOperand, pipe, state, partition, block: Int32):
-        """Wait for a free stage, start filling it with `block`; returns the advanced state."""
-        to_smem, from_gmem = partition
-        pipe.producer_acquire(state)
-        cute.copy(
-            operand.atom,
-            from_gmem[None, block],
-            to_smem[None, state.index],
-            tma_bar_ptr=pipe.producer_get_barrier(state),
-        )
-        state.advance()
-        return state
-
-    @cute.jit
-    def load_listed(self, p: ForwardParams, smem, pipes: Pipes, state, partition, block: Int32):
-        """`load_block` of K that also tells the consumers, through the stage, which block it is."""
-        pipes.k.sync_object_empty.wait(state.index, state.phase)
-        if cute.arch.lane_idx() == 0:
-            smem.blocks[state.index] = block
-        cute.arch.sync_warp()  # before the arrival that lets the consumers read it
-        return self.load_block(p.k, pipes.k, state, partition, block)
 
     # -- consumers
 
@@ -384,8 +170,13 @@ class FlashAttentionForwardSm90:
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
+            outer = work.blocks
             c.acc_O.fill(0.0)
             pipes.q.consumer_wait(q_state)
+            if const_expr(self.config.skips_blocks):
+                work = self.visible_blocks(p, c, work)
+                num_above = outer.end - work.blocks.end
+                k_state, v_state = self.skip(pipes, (k_state, v_state), num_above)
             kv_state = (k_state, v_state)
             if const_expr(self.spec.has_block_mask):
                 k_state, v_state = self.visit_lists(p, c, pipes, kv_state, work)
@@ -394,6 +185,9 @@ class FlashAttentionForwardSm90:
             pipes.q.consumer_release(q_state)
             q_state.advance()
             v_state = self.last_product(p, c, pipes, v_state)
+            if const_expr(self.config.skips_blocks):
+                num_below = work.blocks.begin - outer.begin
+                k_state, v_state = self.skip(pipes, (k_state, v_state), num_below)
             # Read anew: the tile's place then occupies no registers during the loops.
             self.store(p, c, self.receive(p, smem, tile_state.index))
             pipes.tile.consumer_release(tile_state)
@@ -441,13 +235,32 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def receive(self, p: ForwardParams, smem: SharedTensors, slot: Int32) -> Work:
         """The announced tile."""
-        tile = Tile(smem.tiles[0, slot], smem.tiles[1, slot], smem.tiles[2, slot])
-        seqlen = SeqlenInfo(*[smem.tiles[i, slot] for i in range(3, 7)])
-        num_partial, num_full = Int32(0), Int32(0)
-        if const_expr(self.spec.has_block_mask):
-            num_partial, num_full = smem.tiles[7, slot], smem.tiles[8, slot]
-        blocks = self.mask.block_range(tile.m_block, seqlen, p.bounds)
-        return Work(tile, seqlen, blocks, num_partial, num_full)
+        said, tile_m = self.exchange.receive(smem, slot), self.config.tile_m
+        first_row = said.tile.m_block * tile_m
+        blocks = self.mask.block_range(first_row, tile_m, said.seqlen, p.bounds)
+        return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full)
+
+    @cute.jit
+    def visible_blocks(self, p: ForwardParams, c: Consumer, work: Work) -> Work:
+        """The same work, with only those blocks that the warpgroup's own rows see any key of."""
+        first_row = work.tile.m_block * self.config.tile_m + c.warpgroup * ROWS_PER_WARPGROUP
+        blocks = self.mask.block_range(
+            first_row, ROWS_PER_WARPGROUP, work.seqlen, p.bounds, work.blocks
+        )
+        return replace(work, blocks=blocks)
+
+    @cute.jit
+    def skip(self, pipes: Pipes, kv_state, num_blocks: Int32):
+        """Free the K and V of blocks that hold nothing for this warpgroup."""
+        k_state, v_state = kv_state
+        for _ in cutlass.range(num_blocks, unroll=1):
+            pipes.k.consumer_wait(k_state)  # else the release could count for an earlier filling
+            pipes.k.consumer_release(k_state)
+            pipes.v.consumer_wait(v_state)
+            pipes.v.consumer_release(v_state)
+            k_state.advance()
+            v_state.advance()
+        return k_state, v_state
 
     def start_consumer(self, p: ForwardParams, smem: SharedTensors) -> Consumer:
         """Partition the operands for this thread and allocate its registers."""
@@ -480,16 +293,15 @@ class FlashAttentionForwardSm90:
         pipes.k.consumer_wait(k_state)
         n_block = self.block_in(c, k_state, n_block)
         self.issue_gemm(p.mma_qk, acc_S, c.tSrQ, c.tSrK[None, None, None, k_state.index], True)
+        place = self.place(fresh_thread_idx())
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         S = as_rows_cols(acc_S)
-        self.modify_scores(p, c, S, work, n_block, True)
+        self.modify_scores(p, S, work, n_block, place, True)
         if const_expr(self.spec.has_block_mask):
             if work.num_partial + work.num_full == 0:
                 S.fill(-Float32.inf)
-        scale_log2 = self.scale_log2(p)
-        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, 0.0, True)
-        self.round_weights(acc_S, c.rP)
+        self.first_weights(p, c, acc_S)
         if const_expr(self.spec.is_ragged_k):
             pipes.v.consumer_wait(v_state)
             num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
@@ -549,13 +361,11 @@ class FlashAttentionForwardSm90:
         pipes.v.consumer_wait(v_state)
         self.issue_gemm(p.mma_pv, c.acc_O, c.rP, c.tOrV[None, None, None, v_state.index], False)
         self.pass_turn(c)
+        place = self.place(fresh_thread_idx())  # while the product is under way
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.modify_scores(p, c, as_rows_cols(acc_S), work, n_block, is_masked)
-        if const_expr(is_masked):
-            self.weigh_exactly(p, c, pipes, v_state, acc_S)
-        else:
-            self.weigh_speculatively(p, c, pipes, v_state, acc_S)
+        self.modify_scores(p, as_rows_cols(acc_S), work, n_block, place, is_masked)
+        self.next_weights(p, c, pipes, v_state, acc_S, is_masked)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
@@ -564,14 +374,14 @@ class FlashAttentionForwardSm90:
     def modify_scores(
         self,
         p: ForwardParams,
-        c: Consumer,
         S: cute.Tensor,
         work: Work,
         n_block: Int32,
+        place,
         is_masked: cutlass.Constexpr[bool],
     ):
         """Everything between Q K^T and the softmax: softcap, score_mod, then the masks."""
-        row, col = self.place(fresh_thread_idx())
+        row, col = place
         first_row = work.tile.m_block * self.config.tile_m + row
         first_col = n_block * self.config.tile_n + col
         if const_expr(self.spec.has_softcap):
@@ -648,6 +458,39 @@ class FlashAttentionForwardSm90:
         """Factor from the scores as `modify_scores` leaves them to powers of two."""
         return Float32(softmax.LOG2_E) if self.spec.modifies_scores else p.scale_log2
 
+    # -- from scores to weights: the steps that another kind of attention overrides
+
+    @cute.jit
+    def first_weights(self, p: ForwardParams, c: Consumer, acc_S):
+        """P of a tile's first block of scores; starts the running maximum and sum."""
+        S, scale_log2 = as_rows_cols(acc_S), self.scale_log2(p)
+        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, 0.0, True)
+        self.round_weights(acc_S, c.rP)
+
+    @cute.jit
+    def next_weights(
+        self,
+        p: ForwardParams,
+        c: Consumer,
+        pipes: Pipes,
+        v_state,
+        acc_S,
+        is_masked: cutlass.Constexpr[bool],
+    ):
+        """P of a later block, as soon as `finish_product` says that the P before is used up."""
+        if const_expr(is_masked):
+            self.weigh_exactly(p, c, pipes, v_state, acc_S)
+        else:
+            self.weigh_speculatively(p, c, pipes, v_state, acc_S)
+
+    @cute.jit
+    def close_rows(self, p: ForwardParams, c: Consumer, work: Work, factor, lse):
+        """What a tile's rows of O must be multiplied by, and their log-sum-exp."""
+        sink_log2 = None
+        if const_expr(self.spec.sink_dtype is not None):
+            sink_log2 = p.mSink[work.tile.head].to(Float32) * softmax.LOG2_E
+        softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sink_log2)
+
     @cute.jit
     def weigh_exactly(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):
         """Weights against the true running maximum; rescales O where it rose enough."""
@@ -655,10 +498,20 @@ class FlashAttentionForwardSm90:
         S = as_rows_cols(acc_S)
         scale_log2 = self.scale_log2(p)
         softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, threshold, False)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        self.round_weights(acc_S, c.rP)
-        softmax.rescale_output(as_rows_cols(c.acc_O), c.o_scale)
+        O = as_rows_cols(c.acc_O)
+        if const_expr(self.config.waits_late):
+            if softmax.any_rescaled(c.o_scale, c.row_sum):
+                self.finish_product(pipes, v_state)
+                self.round_weights(acc_S, c.rP)
+                softmax.scale_rows(O, c.o_scale)
+            else:
+                self.finish_product(pipes, v_state)
+                self.round_weights(acc_S, c.rP)
+        else:
+            self.finish_product(pipes, v_state)
+            self.round_weights(acc_S, c.rP)
+            if softmax.any_rescaled(c.o_scale, c.row_sum):
+                softmax.scale_rows(O, c.o_scale)
 
     @cute.jit
     def weigh_speculatively(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):
@@ -673,40 +526,47 @@ class FlashAttentionForwardSm90:
         scale_log2 = self.scale_log2(p)
         softmax.speculative_step(S, as_rows_cols(weights), c.row_max, block_sum, scale_log2)
         is_outgrown = softmax.any_outgrown(block_sum, headroom)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        self.round_weights(weights, c.rP)
+        if const_expr(not self.config.waits_late):
+            self.finish_product(pipes, v_state)
+            self.round_weights(weights, c.rP)
         if is_outgrown:
             softmax.catch_up(S, c.row_max, c.row_sum, c.o_scale, block_sum, scale_log2, headroom)
+            if const_expr(self.config.waits_late):
+                self.finish_product(pipes, v_state)
             self.round_weights(acc_S, c.rP)
             softmax.scale_rows(as_rows_cols(c.acc_O), c.o_scale)
         else:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 c.row_sum[r] = c.row_sum[r] + block_sum[r]
+            if const_expr(self.config.waits_late):
+                self.finish_product(pipes, v_state)
+                self.round_weights(weights, c.rP)
+
+    @cute.jit
+    def finish_product(self, pipes: Pipes, v_state):
+        """Wait for O of the block before, and free its V."""
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
 
     @cute.jit
     def last_product(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state):
         """O of the tile's last block."""
         pipes.v.consumer_wait(v_state)
         self.issue_gemm(p.mma_pv, c.acc_O, c.rP, c.tOrV[None, None, None, v_state.index], False)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
+        self.finish_product(pipes, v_state)
         v_state.advance()
         return v_state
 
     @cute.jit
     def store(self, p: ForwardParams, c: Consumer, work: Work):
-        """Close the softmax, divide by the row sums and write the tile."""
+        """Close the rows, scale them and write the tile."""
         tile, seqlen = work.tile, work.seqlen
         thread = fresh_thread_idx()
         lane = thread % 32
         first_row = tile.m_block * self.config.tile_m + self.place(thread)[0]
         factor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        sink_log2 = None
-        if const_expr(self.spec.sink_dtype is not None):
-            sink_log2 = p.mSink[tile.head].to(Float32) * softmax.LOG2_E
-        softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sink_log2)
+        self.close_rows(p, c, work, factor, lse)
         batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
         if const_expr(self.spec.has_lse):
             gLSE = cute.domain_offset((seqlen.offset_q,), p.mLSE[None, tile.head, batch])

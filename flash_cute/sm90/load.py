@@ -1,0 +1,147 @@
+"""The load warp of the SM90 forward kernel: it finds tiles, announces them and issues every TMA."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from flash_cute.device.mask import AttentionMask
+from flash_cute.device.seqlen import SeqlenInfo
+from flash_cute.device.tile_scheduler import Cursor, Tile
+from flash_cute.sm90.params import ForwardParams, TmaOperand
+from flash_cute.sm90.pipes import TILE_STAGES, Exchange, Pipes, SharedTensors
+
+
+class LoadWarp:
+    """One warp; all lanes run the code, one of them issues."""
+
+    def __init__(self, exchange: Exchange, mask: AttentionMask):
+        self.spec, self.config = exchange.spec, exchange.config
+        self.exchange, self.mask = exchange, mask
+
+    @cute.jit
+    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+        """All tiles of the CTA, their blocks in the order in which `mma` consumes them."""
+        producer = pipeline.PipelineUserType.Producer
+        q_state = pipeline.make_pipeline_state(producer, 1)
+        k_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
+        v_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
+        tile_state = pipeline.make_pipeline_state(producer, TILE_STAGES)
+        announce = self.exchange.announce
+        tile_idx = cute.arch.block_idx()[0]
+        tile, cursor = p.scheduler.locate(tile_idx, Cursor(Int32(0), Int32(0)))
+        while tile.m_block >= 0:
+            following = Int32(0)
+            seqlen = p.sequences.of(tile.batch)
+            if tile.m_block * self.config.tile_m < seqlen.seqlen_q:
+                counts = self.count_blocks(p, tile)
+                tile_state = announce(smem, pipes, tile_state, tile, seqlen, counts)
+                q_state, k_state, v_state, following = self.load_tile(
+                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen, counts
+                )
+            else:
+                following = self.fetch_tile(p)
+            tile_idx = cute.arch.shuffle_sync(following, 0)
+            tile, cursor = p.scheduler.locate(tile_idx, cursor)
+        announce(smem, pipes, tile_state, tile, SeqlenInfo(*[Int32(0)] * 4), ())
+        p.scheduler.close(tile_idx, cursor)
+
+    @cute.jit
+    def fetch_tile(self, p: ForwardParams) -> Int32:
+        """Take the next tile; lane 0 gets its index.
+
+        As late as the loads allow: a tile taken earlier is taken away from the CTAs that are done
+        sooner, and runs when the keys that it shares with its neighbours have left the L2 cache.
+        """
+        following = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            following = p.scheduler.fetch()
+        return following
+
+    @cute.jit
+    def count_blocks(self, p: ForwardParams, tile: Tile):
+        """(partial, full) blocks that the block mask lists for a tile; empty without one."""
+        counts = ()
+        if const_expr(self.spec.has_block_mask):
+            counts = p.blocks.counts(tile.m_block, tile.head, tile.batch)
+        return counts
+
+    @cute.jit
+    def load_tile(
+        self,
+        p: ForwardParams,
+        smem: SharedTensors,
+        pipes: Pipes,
+        states,
+        tile: Tile,
+        seqlen,
+        counts,
+    ):
+        """Load Q and all K and V of a tile; returns the advanced states and the next tile."""
+        q_state, k_state, v_state = states
+        tile_d, tile_dv = self.spec.tile_d, self.spec.tile_dv
+        batch_q = 0 if const_expr(self.spec.is_packed_q) else tile.batch
+        batch_k = 0 if const_expr(self.spec.is_packed_k) else tile.batch
+        kv = (seqlen.offset_k, tile.head // p.group, batch_k)
+        q_copy = self.partition_tma(p.q, smem.sQ, tile_d, (seqlen.offset_q, tile.head, batch_q))
+        k_copy = self.partition_tma(p.k, smem.sK, tile_d, kv)
+        v_copy = self.partition_tma(p.v, smem.sV, tile_dv, kv)
+        # V of a block follows K of the next: the consumers ask for them in this order.
+        if const_expr(self.spec.has_block_mask):
+            num_partial, num_full = counts
+            n_block = p.blocks.visit(Int32(0), num_partial, tile.m_block, tile.head, tile.batch)
+            k_state = self.load_listed(p, smem, pipes, k_state, k_copy, n_block)
+            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
+            for i in cutlass.range(1, num_partial + num_full, unroll=1):
+                following = p.blocks.visit(i, num_partial, tile.m_block, tile.head, tile.batch)
+                k_state = self.load_listed(p, smem, pipes, k_state, k_copy, following)
+                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
+                n_block = following
+        else:
+            tile_m = self.config.tile_m
+            blocks = self.mask.block_range(tile.m_block * tile_m, tile_m, seqlen, p.bounds)
+            last, n_block = blocks.end - 1, blocks.begin
+            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last)
+            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
+            for i in cutlass.range(last - n_block, unroll=1):
+                k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last - i - 1)
+                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, last - i)
+        next_tile = self.fetch_tile(p)  # its latency passes while a stage gets free
+        v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
+        return q_state, k_state, v_state, next_tile
+
+    def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, origin):
+        """(TMA, stage) of shared memory and (TMA, block) of one head, for `load_block`."""
+        tile_rows = cute.size(smem, mode=[0])
+        first_row, head, batch = origin
+        gX = cute.domain_offset((first_row, 0), operand.tensor[None, None, head, batch])
+        return cpasync.tma_partition(
+            operand.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(smem, 0, 2),
+            cute.group_modes(cute.local_tile(gX, (tile_rows, tile_dim), (None, 0)), 0, 2),
+        )
+
+    @cute.jit
+    def load_block(self, operand: TmaOperand, pipe, state, partition, block: Int32):
+        """Wait for a free stage, start filling it with `block`; returns the advanced state."""
+        to_smem, from_gmem = partition
+        pipe.producer_acquire(state)
+        cute.copy(
+            operand.atom,
+            from_gmem[None, block],
+            to_smem[None, state.index],
+            tma_bar_ptr=pipe.producer_get_barrier(state),
+        )
+        state.advance()
+        return state
+
+    @cute.jit
+    def load_listed(self, p: ForwardParams, smem, pipes: Pipes, state, partition, block: Int32):
+        """`load_block` of K that also tells the consumers, through the stage, which block it is."""
+        pipes.k.sync_object_empty.wait(state.index, state.phase)
+        if cute.arch.lane_idx() == 0:
+            smem.blocks[state.index] = block
+        cute.arch.sync_warp()  # before the arrival that lets the consumers read it
+        return self.load_block(p.k, pipes.k, state, partition, block)
