@@ -65,8 +65,12 @@ def flash_attn_func(
         sink: one more logit per query head, natural units, neither scaled nor masked. It has no
             value; it counts in the denominator and in lse.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score of one element.
-            Indices are those within the sequence, h is the query head; all are 0-dim tensors.
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns True where the key is visible.
+            Indices are those within the sequence, h is the query head; all are 0-dim tensors. On a
+            GPU also in the native form, with two more parameters, ``seqlen_info, aux_tensors``, of
+            CuTe values: scalars, or with ``score_mod.__vec_size__ = 2``, 4 or 8 vectors of so many
+            scores of a row, whose keys are not all neighbours (see ``flash_cute.variant``).
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns True where the key is visible; native
+            form as of score_mod.
         block_mask: a BlockMask of torch.nn.attention.flex_attention, made for these lengths. Blocks
             it does not name are hidden, its mask_mod applies in its partial blocks.
         pack_gqa: whether query heads that share a key head share a tile. None lets the package

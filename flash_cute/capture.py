@@ -253,15 +253,6 @@ def _const_key(const: Any) -> Any:
     return _LEAF_KEYS[type(const)](const)
 
 
-def nested_codes(code: types.CodeType) -> set[types.CodeType]:
-    """Return a code object and those of the functions that are written inside it."""
-    found = {code}
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= nested_codes(const)
-    return found
-
-
 # ---- The walk ------------------------------------------------------------------------------------
 
 _LEAF_KEYS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {

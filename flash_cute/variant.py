@@ -5,7 +5,32 @@ score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the key is visible. It is writt
 with Python operators and elementwise torch functions, and runs unchanged in a kernel and in the
 reference. The native form takes CuTe values and two more parameters, ``seqlen_info`` and
 ``aux_tensors``; it runs in kernels only, and its tensors are those in the attribute ``aux_tensors``
-of the function.
+of the function, as CuTe tensors (of ``Uint8`` for ``torch.bool``).
+
+A native callback gets scalars: a ``Float32`` score and ``Int32`` indices. With the attribute
+``__vec_size__`` set to 2, 4 or 8 it gets that many scores of one row of a thread at once. score, b,
+h, q_idx and kv_idx are then ``cute.TensorSSA`` vectors of that shape, and so must its result be:
+numbers of a score_mod, ``Boolean`` of a mask_mod. The keys of a vector come in pairs of neighbours,
+pair by pair 8 further on (j, j+1, j+8, j+9, ...), except at the end of a sequence, where what lies
+past it repeats the last key: take them from kv_idx. b, h and q_idx are one number, repeated::
+
+    def alibi(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # arithmetic on vectors
+        slope = aux_tensors[0][h[0]]
+        return score + slope * (kv_idx - q_idx).to(cutlass.Float32)
+
+    alibi.__vec_size__, alibi.aux_tensors = 4, (slopes,)
+
+    def bias_by_key(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # a gather
+        bias = cute.make_rmem_tensor(score.shape, cutlass.Float32)
+        for i in range(cute.size(score.shape)):
+            bias[i] = aux_tensors[0][b[i], kv_idx[i]]
+        return score + bias.load()
+
+    bias_by_key.__vec_size__, bias_by_key.aux_tensors = 2, (table,)
+
+Indexing aux_tensors loads where it is written, for every block of keys. ``load_constant(table, h)``
+of ``flash_cute.device.primitives`` may be moved out of the loop over them, as the loads of portable
+callbacks are. Nothing in the native form is clamped: an index past a table reads what lies there.
 
 Identity: bytecode, constants, defaults, captured numbers, helper functions. Captured tensors count
 by dtype, rank and the strides known to be 1, and become launch arguments. It is worked out on every
@@ -35,6 +60,7 @@ PARAMETERS = {
     "mask_mod": ("b", "h", "q_idx", "kv_idx"),
 }
 NATIVE_PARAMETERS = ("seqlen_info", "aux_tensors")
+WIDTHS = (1, 2, 4, 8)  # scores that a native callback may take at once
 MAX_REMEMBERED = 4096
 INDEX_LIMIT = 2**24  # in kernels b, h, q_idx and kv_idx are below it
 
@@ -50,6 +76,7 @@ class CallbackKey:
     form: str  # "portable" or "native"
     digest: str
     tensors: tuple[TensorFacts, ...] = ()
+    width: int = 1  # scores of a call: __vec_size__ of a native callback
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -181,14 +208,15 @@ def as_callback(function: Callable[..., Any], kind: str) -> Callback:
     Raises: InvalidProblem for a wrong signature; UnsupportedProblem naming the variable for what
             cannot be keyed.
     """
-    form = callback_form(function, kind)
+    form, width = callback_form(function, kind), 1
     walk = Walk(f"{kind} {_name_of(function)!r}")
     if form == PORTABLE:
         raw, node = walk.value(function, _name_of(function))
     else:
+        width = _width_of(function, walk.label)
         raw, node = _walk_native(walk, function)
     facts = tuple(tensor_facts(tensor) for tensor in walk.tensors)
-    key = _key_of((kind, form, raw, facts), kind, form)
+    key = _key_of((kind, form, width, raw, facts))
     names = tuple(walk.names)
     callback = Callback(key, walk.label, node, tuple(walk.codes), names, tuple(walk.tensors))
     if key not in _callbacks:
@@ -213,13 +241,18 @@ def callback_for(key: CallbackKey) -> Callback:
         ) from None
 
 
+def _width_of(function: Callable[..., Any], label: str) -> int:
+    width = getattr(function, "__vec_size__", 1)
+    if not isinstance(width, int) or width not in WIDTHS:
+        raise UnsupportedProblem(
+            f"{label}.__vec_size__ is {width!r}, expected {', '.join(map(str, WIDTHS[:-1]))} or "
+            f"{WIDTHS[-1]}: how many scores of a row a call takes"
+        )
+    return int(width)
+
+
 def _walk_native(walk: Walk, function: Callable[..., Any]) -> tuple[Any, Node]:
     """A native callback is called as it is; its tensors come from its attribute."""
-    width = getattr(function, "__vec_size__", 1)
-    if width != 1:
-        raise UnsupportedProblem(
-            f"{walk.label}.__vec_size__ is {width!r}, expected 1: callbacks work on one element"
-        )
     inner = inspect.unwrap(function)
     raw, _ = walk.value(inner, _name_of(function))
     if walk.tensors:
@@ -238,12 +271,13 @@ def _walk_native(walk: Walk, function: Callable[..., Any]) -> tuple[Any, Node]:
     return (raw, slots), Leaf(function)
 
 
-def _key_of(raw: Any, kind: str, form: str) -> CallbackKey:
+def _key_of(raw: tuple[Any, ...]) -> CallbackKey:
     key = _keys.get(raw)
     if key is None:
         # repr tells apart all that a raw key is made of: strings, numbers, None, tuples, facts.
         digest = hashlib.sha256(repr(raw).encode()).hexdigest()
-        key = CallbackKey(kind, form, digest, raw[-1])
+        kind, form, width, _, facts = raw
+        key = CallbackKey(kind, form, digest, facts, width)
         with _lock:
             _keys[raw] = key
             _forget_oldest(_keys)

@@ -111,6 +111,44 @@ def test_mask_mod(shape, number):
     check(*shape, mask_mod=mask_mod, window_size=(150, 90))  # both count
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("name", ["alibi", "bias", "documents", "window"])
+def test_native_callbacks_of_any_width(name, d):
+    """All widths have the same bits, the portable form the same result."""
+    from tests import native_callbacks_dsl as dsl
+
+    q, k, v = operands(d, d, 2)
+    kind, table = dsl.KINDS[name], dsl.table_of(name, HEADS, ROWS, KEYS, "cuda")
+    portable = {kind: dsl.PORTABLE[name](table), "causal": kind == "score_mod"}
+    expected = checks.oracle(q, k, v, **portable)
+    checks.assert_attention(flash_attn_func(q, k, v, return_lse=True, **portable), *expected)
+    results = []
+    for width in (1, 2, 4, 8):
+        options = {**portable, kind: dsl.native(name, table, width)}
+        results.append(flash_attn_func(q, k, v, return_lse=True, **options))
+        checks.assert_attention(results[-1], *expected)
+    for out, lse in results[1:]:
+        checks.assert_same_bits("out", out, results[0][0])
+        checks.assert_same_bits("lse", lse, results[0][1])
+
+
+def test_native_callbacks_of_two_widths_together():
+    from tests import native_callbacks_dsl as dsl
+
+    q, k, v = operands(128, 128, 2)
+    tables = {name: dsl.table_of(name, HEADS, ROWS, KEYS, "cuda") for name in ("bias", "documents")}
+    expected = checks.oracle(
+        q, k, v,
+        score_mod=dsl.PORTABLE["bias"](tables["bias"]),
+        mask_mod=dsl.PORTABLE["documents"](tables["documents"]),
+    )  # fmt: skip
+    options = {
+        "score_mod": dsl.native("bias", tables["bias"], 2),
+        "mask_mod": dsl.native("documents", tables["documents"], 8),
+    }
+    checks.assert_attention(flash_attn_func(q, k, v, return_lse=True, **options), *expected)
+
+
 def test_score_mod_after_softcap_and_scale():
     alibi = score_mods()[0]
     check(128, 128, 2, score_mod=alibi, softcap=3.0, softmax_scale=-0.3, causal=True)

@@ -230,6 +230,7 @@ def constants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake = types.SimpleNamespace(math=types.SimpleNamespace(**fakes), Tensor=ConstantTensor)
     monkeypatch.setattr(traced_ops, "cute", fake)
     monkeypatch.setattr(score, "cute", fake)
+    monkeypatch.setattr(score, "load_constant", lambda tensor, coord: tensor[coord])
     yield
 
 
@@ -271,7 +272,7 @@ def test_operation_on_constants(operation: str, constants: None):
     for _, h, i, j in torch.ones_like(scores).nonzero().tolist():
         indices = (Int32(0), Int32(h), Int32(i), Int32(j))
         score = Float32(scores[0, h, i, j].item())
-        got = trace_score_mod(callback, score, *indices, tensors=tensors)
+        (got,) = trace_score_mod(callback, [score], *indices[:3], [indices[3]], tensors=tensors)
         want = expected[0, h, i, j].item()
         assert isinstance(got, Float32)
         assert got.value == pytest.approx(want, rel=2e-5, abs=2e-5, nan_ok=True), (h, i, j)
@@ -343,7 +344,14 @@ def test_numbers_round_to_half_precision_as_in_torch(number: float, dtype: torch
 def test_elements_without_a_sign_get_none(dtype: torch.dtype):
     table = torch.ones(SEQLEN, dtype=dtype)
     ptx = ptx_of(lambda s, b, h, i, j: s + table[j] * 1.5)
-    assert "ld.global.b8" in ptx and "cvt.rn.f32.s16" not in ptx
+    assert "ld.global.nc.b8" in ptx and "cvt.rn.f32.s16" not in ptx
+
+
+@pytest.mark.parametrize("dtype", TABLES)
+def test_elements_of_any_type_are_loaded_as_constants(dtype: str):
+    table = TABLES[dtype]
+    ptx = ptx_of(lambda b, h, i, j: table[h, j] != table[h, j] * 2, "mask_mod")
+    assert ptx.count("ld.global.nc.") == ptx.count("ld.global") == 1, "two equal loads are one"
 
 
 def test_native_callbacks():
@@ -363,6 +371,64 @@ def test_native_callbacks():
     assert "0f40200000" in ptx_of(score_mod)
     mask_mod = lambda b, h, q_idx, kv_idx, seqlen_info, aux_tensors: q_idx >= kv_idx
     assert "setp" in ptx_of(mask_mod, "mask_mod")
+
+
+NATIVE_NAMES = ("alibi", "bias", "documents", "window")
+
+
+def native(name: str, width: int, device: str = "cpu", sizes: Any = (HEADS, 64, 64)) -> Any:
+    """(the native form, the portable form, the kind) of a callback."""
+    from tests import native_callbacks_dsl as dsl
+
+    table = dsl.table_of(name, *sizes, device)
+    return dsl.native(name, table, width), dsl.PORTABLE[name](table), dsl.KINDS[name]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", NATIVE_NAMES)
+def test_native_callbacks_of_any_width_compile(name: str, width: int):
+    from flash_cute.sm90.config import default_config
+    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
+    from flash_cute.specialization import ForwardSpecialization
+
+    function, _, kind = native(name, width)
+    key = as_callback(function, kind).key
+    assert key.width == width
+    spec = ForwardSpecialization("bf16", 128, 128, False, False, **{kind: key})
+    kernel = FlashAttentionForwardSm90(spec, default_config(spec, 8192))
+    report = compile.inspect_kernel(kernel, ARCH)
+    assert report.spill_store_bytes in (0, None)
+
+
+def test_arithmetic_on_indices_as_vectors():
+    """Constants made like an index, comparisons and choices, as they are written for vectors."""
+    import cutlass.cute as cute
+    from cutlass import Float32
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any,
+                  aux_tensors: Any) -> Any:  # fmt: skip
+        if any(value.shape != (4,) for value in (score, b, h, q_idx, kv_idx)):
+            raise ValueError("a vector of another shape")
+        power = (h + cute.full_like(h, 1)).to(Float32) * cute.full_like(score, -2.5)
+        distance = cute.where(q_idx < kv_idx, kv_idx - q_idx, q_idx - kv_idx)
+        return score - cute.math.exp2(power, fastmath=True) * distance.to(Float32)
+
+    score_mod.__vec_size__ = 4  # type: ignore[attr-defined]
+    ptx = ptx_of(score_mod)
+    assert "0fC0200000" in ptx and ptx.count("st.global.b32") == 4
+
+
+def test_tile_that_does_not_divide_by_the_width_is_refused():
+    from flash_cute.sm90.config import ForwardConfigSm90
+    from flash_cute.specialization import ForwardSpecialization
+
+    key = as_callback(native("alibi", 8)[0], "score_mod").key
+    spec = ForwardSpecialization("bf16", 64, 64, False, False, score_mod=key)
+    assert ForwardConfigSm90(128, 96).check(spec) == []
+    assert ForwardConfigSm90(128, 80).check(spec) == [
+        "tile_n is 80, expected a multiple of 32, since score_mod.__vec_size__ is 8 and a thread "
+        "has tile_n / 4 columns"
+    ]
 
 
 def test_values_of_captured_tensors_never_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -432,9 +498,92 @@ def test_what_has_no_code_names_the_line_and_what_to_write(name: str):
     assert name == "helper" or line <= int(where[1]) <= line + 1, text
 
 
+def where_of(function: Callable[..., Any]) -> str:
+    """The line where a function begins, as errors name it."""
+    return f"{THIS_FILE}:{function.__code__.co_firstlineno}"
+
+
 def test_mask_that_is_no_boolean():
-    with pytest.raises(InvalidProblem, match="mask_mod returned torch.int64, expected torch.bool"):
-        ptx_of(lambda b, h, i, j: i - j, "mask_mod")
+    function = lambda b, h, i, j: i - j
+    with pytest.raises(InvalidProblem) as caught:
+        ptx_of(function, "mask_mod")
+    expected = f"mask_mod returned torch.int64, expected torch.bool, {where_of(function)}"
+    assert str(caught.value) == expected
+
+
+WRONG_RESULTS: dict[str, tuple[str, int, Callable[..., Any], str, str]] = {
+    "none": ("score_mod", 1, lambda s, k: None, "NoneType", "Float32"),
+    "string": ("score_mod", 1, lambda s, k: "s", "str", "Float32"),
+    "boolean": ("score_mod", 1, lambda s, k: k > 3, "Boolean", "Float32"),
+    "mask-of-int": ("mask_mod", 1, lambda s, k: k, "Int32", "Boolean"),
+    "scalar": ("score_mod", 2, lambda s, k: s[0], "Float32", "a vector of 2 Float32"),
+    "short": (
+        "score_mod", 4, lambda s, k: s.reshape((2, 2))[None, 0], "a vector of 2 Float32",
+        "a vector of 4 Float32",
+    ),
+    "vector-of-booleans": (
+        "score_mod", 2, lambda s, k: k > 3, "a vector of 2 Boolean", "a vector of 2 Float32"
+    ),
+    "mask-of-ints": (
+        "mask_mod", 8, lambda s, k: k, "a vector of 8 Int32", "a vector of 8 Boolean"
+    ),
+    "mask-of-one": ("mask_mod", 2, lambda s, k: True, "Boolean", "a vector of 2 Boolean"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_RESULTS)
+def test_native_callback_that_returns_something_else(name: str):
+    kind, width, result, got, expected = WRONG_RESULTS[name]
+    if kind == "score_mod":
+        function: Any = lambda score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors: result(
+            score, kv_idx
+        )
+    else:
+        function = lambda b, h, q_idx, kv_idx, seqlen_info, aux_tensors: result(None, kv_idx)
+    function.__vec_size__ = width
+    with pytest.raises(InvalidProblem) as caught:
+        ptx_of(function, kind)
+    expected += f" (__vec_size__ is {width})" if width > 1 else ""
+    message = f"{kind} '<lambda>' returned {got}, expected {expected}, {where_of(function)}"
+    assert str(caught.value) == message
+
+
+def failing() -> dict[str, tuple[Callable[..., Any], str, str]]:
+    """Native score_mods that fail: (function, the line it fails in, message)."""
+    import cutlass.cute as cute
+
+    def plain(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any,
+              aux_tensors: Any) -> Any:  # fmt: skip
+        return score + aux_tensors[3][h]
+
+    def branches(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any,
+                 aux_tensors: Any) -> Any:  # fmt: skip
+        if q_idx > 3:
+            return score
+        return -score
+
+    @cute.jit
+    def jitted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any,
+               aux_tensors: Any) -> Any:  # fmt: skip
+        if q_idx > 3:
+            score = score.nope
+        return score
+
+    return {
+        "plain": (plain, "return score + aux_tensors[3][h]", "IndexError: tuple index out of"),
+        "branches": (branches, "if q_idx > 3:", "error[PHASE_DYNAMIC_TO_STATIC_BOOL]: Cannot use"),
+        "jitted": (jitted, "score = score.nope", "AttributeError: 'Float32' object has no"),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "branches", "jitted"])
+def test_failing_native_callback_names_the_line(name: str):
+    function, line, message = failing()[name]
+    number = [text.strip() for text in Path(THIS_FILE).read_text().splitlines()].index(line) + 1
+    with pytest.raises(UnsupportedProblem) as caught:
+        ptx_of(function)
+    expected = f"score_mod '{name}' cannot be compiled, {THIS_FILE}:{number} `{line}`: {message}"
+    assert str(caught.value).startswith(expected), str(caught.value)
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------
@@ -487,6 +636,23 @@ def test_operation_on_a_gpu(operation: str, hopper: None):
 
 
 @CUDA
+@pytest.mark.parametrize("name", NATIVE_NAMES)
+def test_native_callbacks_of_any_width_on_a_gpu(name: str, hopper: None):
+    """Of 61 keys, which no width divides."""
+    sizes = (3, 40, 61)
+    generator = torch.Generator().manual_seed(7)
+    scores = torch.randn(2, *sizes, generator=generator)
+    _, portable, kind = native(name, 1, "cpu", sizes)
+    first = scores if kind == "score_mod" else None
+    expected = reference._per_element(kind, portable, grid_of(*scores.shape), first)
+    results = [run_on_gpu(native(name, w, "cuda", sizes)[0], kind, scores) for w in (1, 2, 4, 8)]
+    for got in results:
+        assert torch.equal(got, results[0])
+    expected = expected.expand(scores.shape).to(results[0].dtype)
+    torch.testing.assert_close(results[0], expected, atol=2e-6, rtol=1e-5)
+
+
+@CUDA
 def test_layouts_of_captured_tensors_on_a_gpu(hopper: None):
     whole = torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(6))
     views = {
@@ -528,3 +694,5 @@ def test_conversions_of_neighbouring_indices_are_shared():
     ptx = compile.inspect_kernel(kernel, ARCH).ptx
     # 64 in the first block of a tile, whose columns are clamped one by one, and 2 in the others.
     assert 0 < ptx.count("cvt.rn.f32.s32") <= 64 + 4
+    # The slope of a head is read once a tile, not in the loops over its blocks.
+    assert ptx.count("ld.global.nc.b32") == ptx.count("ld.global") == 1

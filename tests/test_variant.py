@@ -348,12 +348,36 @@ def test_native_tensors_come_from_the_attribute():
     native.aux_tensors = (3,)  # type: ignore[attr-defined]
     with pytest.raises(InvalidProblem, match=r"aux_tensors\[0\] is of type int, expected a torch"):
         score(native)
-    native.aux_tensors, native.__vec_size__ = (), 2  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedProblem, match="__vec_size__ is 2, expected 1"):
-        score(native)
     captures = lambda s, b, h, q_idx, kv_idx, seqlen_info, aux_tensors: s + table[h]
     with pytest.raises(UnsupportedProblem, match=r"captures 'table', a tensor, in the native form"):
         score(captures)
+
+
+def test_width_of_a_native_callback_is_part_of_its_key():
+    def native(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any,
+               aux_tensors: Any) -> Any:  # fmt: skip
+        return score
+
+    plain = score(native).key
+    keys = {}
+    for width in (1, 2, 4, 8):
+        native.__vec_size__ = width  # type: ignore[attr-defined]
+        keys[width] = score(native).key
+        assert keys[width].width == width
+    assert keys[1] == plain
+    assert len(set(keys.values())) == len({key.digest for key in keys.values()}) == 4
+    assert len({cache.canonical_text(key) for key in keys.values()}) == 4
+
+
+@pytest.mark.parametrize("width", [0, 3, 16, -2, 2.0, "2", None])
+def test_other_widths_are_refused(width: Any):
+    def native(b: Any, h: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return True
+
+    native.__vec_size__ = width  # type: ignore[attr-defined]
+    expected = f"mask_mod 'native'.__vec_size__ is {width!r}, expected 1, 2, 4 or 8: how many "
+    with pytest.raises(UnsupportedProblem, match=f"^{re.escape(expected)}"):
+        as_callback(native, "mask_mod")
 
 
 # ---- Refusals ------------------------------------------------------------------------------------

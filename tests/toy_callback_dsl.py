@@ -1,6 +1,8 @@
 """A kernel that applies a callback to every element of a grid, apart so that the DSL stays lazy.
 
-One thread per (q, kv) pair; score_mod reads and writes float32, mask_mod writes 0 or 1 as uint8.
+One thread per (q, kv) pair, or per as many of a row as the callback takes at once: kv, kv + 1 and
+so on, the last one repeated at the end. score_mod reads and writes float32, mask_mod writes 0 or 1
+as uint8.
 """
 
 import cuda.bindings.driver as cuda
@@ -40,7 +42,7 @@ class ToyCallback:
         layout = cute.make_ordered_layout(shape, order=(3, 2, 1, 0))
         captured = device_score.tensors_from(self.key, numbers[4:])
         self.kernel(cute.make_tensor(src, layout), cute.make_tensor(dst, layout), captured).launch(
-            grid=[(seqlen_k + THREADS - 1) // THREADS, seqlen_q, batch * heads],
+            grid=[cute.ceil_div(seqlen_k, THREADS * self.key.width), seqlen_q, batch * heads],
             block=[THREADS, 1, 1],
             stream=stream,
         )
@@ -48,17 +50,20 @@ class ToyCallback:
     @cute.kernel
     def kernel(self, src: cute.Tensor, dst: cute.Tensor, captured):
         block, q_idx, pair = cute.arch.block_idx()
-        kv_idx = block * THREADS + cute.arch.thread_idx()[0]
+        width = self.key.width
+        first = (block * THREADS + cute.arch.thread_idx()[0]) * width
         b, h = pair // src.shape[1], pair % src.shape[1]
-        if kv_idx < src.shape[3]:
-            tensors = device_score.load_scalars(self.key, captured)
+        if first < src.shape[3]:
+            kv_idx = [cutlass.min(first + i, src.shape[3] - 1) for i in range(width)]
             if cutlass.const_expr(self.is_score):
-                value = src[b, h, q_idx, kv_idx]
-                dst[b, h, q_idx, kv_idx] = device_score.trace_score_mod(
-                    self.callback, value, b, h, q_idx, kv_idx, tensors
+                values = device_score.trace_score_mod(
+                    self.callback,
+                    [src[b, h, q_idx, index] for index in kv_idx],
+                    *(b, h, q_idx, kv_idx),
+                    captured,
                 )
             else:
-                is_visible = device_score.trace_mask_mod(
-                    self.callback, b, h, q_idx, kv_idx, tensors
-                )
-                dst[b, h, q_idx, kv_idx] = is_visible.to(Uint8)
+                visible = device_score.trace_mask_mod(self.callback, b, h, q_idx, kv_idx, captured)
+                values = [is_visible.to(Uint8) for is_visible in visible]
+            for i in cutlass.range_constexpr(width):
+                dst[b, h, q_idx, kv_idx[i]] = values[i]

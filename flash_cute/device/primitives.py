@@ -3,6 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
 
 
 def fresh_thread_idx() -> Int32:
@@ -15,6 +16,18 @@ def fresh_thread_idx() -> Int32:
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[thread]
     )
+
+
+def load_constant(tensor: cute.Tensor, coord):
+    """Read an element of global memory that nothing writes while the kernel runs.
+
+    The compiler may move such a load out of a loop and merge it with others. It does not move an
+    ordinary one over asynchronous instructions: a number of a head was read once per key block,
+    hundreds of cycles on the way from one product to the next.
+    """
+    kind = tensor.element_type
+    pointer = (tensor.iterator + cute.crd2idx(coord, tensor.layout)).llvm_ptr
+    return kind(llvm.load(kind.mlir_type, pointer, alignment=kind.width // 8, invariant=True))
 
 
 def exp2(x: Float32) -> Float32:

@@ -1,8 +1,8 @@
-"""Run a user's score_mod or mask_mod on one element while a kernel is traced.
+"""Run a user's score_mod or mask_mod while a kernel is traced.
 
 A portable callback gets traced values (``traced.py``) and, in place of the tensors it captured,
-stand-ins that load from launch arguments. A native one gets the CuTe values as they are. What the
-user's function does that has no code is refused with its file and line.
+stand-ins that load from launch arguments. A native one gets the CuTe values as they are, or vectors
+of them. What the user's function does that has no code is refused with its file and line.
 
 The launch arguments of a captured tensor are flat: address, sizes, and the strides that are not
 known to be 1; ``tensor_args`` and ``tensors_from`` are the two ends of that convention in device
@@ -10,12 +10,15 @@ code, ``Callback.launch_arguments`` is the host's.
 """
 
 import linecache
+import re
+import types
 
 import cutlass.cute as cute
 import cutlass.cute.runtime as runtime
 from cutlass import (
     BFloat16,
     Boolean,
+    DSLUserCodeError,
     Float16,
     Float32,
     Float64,
@@ -25,10 +28,11 @@ from cutlass import (
     Int64,
     Uint8,
     Uint32,
+    as_numeric,
 )
 
 import flash_cute.device.traced_ops  # noqa: F401  fills the table of operations
-from flash_cute.capture import nested_codes
+from flash_cute.device.primitives import load_constant
 from flash_cute.device.traced import (
     INT_RANGES,
     TracedValue,
@@ -83,12 +87,6 @@ def tensors_from(key, args):
         layout = cute.make_layout(sizes or (1,), stride=strides or (1,))
         tensors.append(cute.make_tensor(pointer, layout))
     return tuple(tensors)
-
-
-def load_scalars(key, tensors):
-    """Replace the 0-dim tensors by their values, to load them once and not for every element."""
-    pairs = zip(key.tensors, tensors, strict=True)
-    return tuple(tensor if facts.rank else tensor[0] for facts, tensor in pairs)
 
 
 # ---- Captured tensors ----------------------------------------------------------------------------
@@ -203,7 +201,7 @@ class CapturedTensor:
         if None in fixed:
             return CapturedTensor(self._tensor, self._facts, tuple(fixed), self._cast)
         coordinates = fixed[0] if len(fixed) == 1 else tuple(fixed)
-        value = loaded(self._facts.dtype, self._tensor[coordinates])
+        value = loaded(self._facts.dtype, load_constant(self._tensor, coordinates))
         return value if self._cast is None else convert(value, self._cast)
 
     def __setitem__(self, index, value):
@@ -255,38 +253,92 @@ def _position(index, size):
 # ---- Tracing -------------------------------------------------------------------------------------
 
 
-def trace_score_mod(callback, score, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
-    """Return the new score of one element.
+def trace_score_mod(callback, scores, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
+    """Return the new scores of ``callback.key.width`` elements of one row, as a list.
 
-    Shapes:   score Float32; b, h, q_idx Int32; kv_idx Int32, or (Int32, int) whose sum it is, the
-              first shared by the elements of a thread; tensors: those of callback.key, in order,
-              0-dim ones as tensors of one element or as values (``load_scalars``)
+    Shapes:   scores: as many Float32; b, h, q_idx Int32; kv_idx: as many Int32, or (Int32, int)
+              whose sum it is, the first shared by the elements of a thread; tensors: those of
+              callback.key, in order, 0-dim ones as tensors of one element
     Units:    indices are within the sequence, h is the query head, all below INDEX_LIMIT
-    Raises:   UnsupportedProblem naming the line of the user's function, while tracing
+    Raises:   UnsupportedProblem and, for a result of another kind, InvalidProblem, both naming the
+              line of the user's function, while tracing
     """
     if callback.key.form == NATIVE:
-        function = callback.with_tensors(())
-        named = {"q_idx": q_idx, "kv_idx": _plain(kv_idx), "seqlen_info": seqlen_info}
-        return Float32(function(score, b, h, **named, aux_tensors=tensors))
-    indices = (index_value(index) for index in (b, h, q_idx, kv_idx))
-    result = _traced(callback, tensors, (TracedValue("float32", Float32(score)), *indices))
-    return convert(result, "float32").value
+        return _called_natively(callback, (scores, b, h, q_idx, kv_idx), tensors, seqlen_info)
+    indices = (index_value(index) for index in (b, h, q_idx, *kv_idx))
+    result = _traced(callback, tensors, (TracedValue("float32", Float32(scores[0])), *indices))
+    return [convert(result, "float32").value]
 
 
 def trace_mask_mod(callback, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
-    """Return whether the key of one element is visible; otherwise as ``trace_score_mod``."""
+    """Return whether each key is visible; otherwise as ``trace_score_mod``."""
     if callback.key.form == NATIVE:
-        function = callback.with_tensors(())
-        return Boolean(function(b, h, q_idx, _plain(kv_idx), seqlen_info, tensors))
-    indices = (index_value(index) for index in (b, h, q_idx, kv_idx))
+        return _called_natively(callback, (None, b, h, q_idx, kv_idx), tensors, seqlen_info)
+    indices = (index_value(index) for index in (b, h, q_idx, *kv_idx))
     result = _traced(callback, tensors, tuple(indices))
     if promote(result) != "bool":
-        raise InvalidProblem(f"mask_mod returned torch.{promote(result)}, expected torch.bool")
-    return convert(result, "bool").value
+        got = f"torch.{promote(result)}"
+        raise InvalidProblem(f"mask_mod returned {got}, expected torch.bool, {_where(callback)}")
+    return [convert(result, "bool").value]
+
+
+def _called_natively(callback, args, tensors, seqlen_info):
+    """Call a native callback on scalars or, if it takes more than one score, on vectors."""
+    width = callback.key.width
+    scores, b, h, q_idx, kv_idx = args
+    kv_idx = [_plain(index) for index in kv_idx]
+    b, h, q_idx = (_vector([index] * width, Int32) for index in (b, h, q_idx))
+    kv_idx = _vector(kv_idx, Int32)
+    function = callback.with_tensors(())
+    try:
+        if scores is None:
+            result = function(b, h, q_idx, kv_idx, seqlen_info, tensors)
+        else:
+            named = {"kv_idx": kv_idx, "seqlen_info": seqlen_info, "aux_tensors": tensors}
+            result = function(_vector(scores, Float32), b, h, q_idx=q_idx, **named)
+    except FlashCuteError:
+        raise
+    except Exception as error:
+        raise _refusal(callback, error) from error
+    return _elements(callback, result)
 
 
 def _plain(index):
     return index[0] + index[1] if isinstance(index, tuple) else index
+
+
+def _vector(values, kind):
+    """Pack values into a TensorSSA, or leave a single one as it is."""
+    if len(values) == 1:
+        return kind(values[0])
+    fragment = cute.make_rmem_tensor((len(values),), kind)
+    for i, value in enumerate(values):
+        fragment[i] = kind(value)
+    return fragment.load()
+
+
+def _elements(callback, result):
+    """Unpack what a native callback returned; raises InvalidProblem if it is something else."""
+    width, is_mask = callback.key.width, callback.key.kind == "mask_mod"
+    if isinstance(result, cute.TensorSSA):
+        length, kind = cute.size(result.shape), result.dtype
+    else:
+        try:
+            result = as_numeric(result)
+            length, kind = 1, type(result)
+        except Exception:
+            length, kind = 0, type(result)
+    is_vector = isinstance(result, cute.TensorSSA)
+    is_right = length == width and is_vector == (width > 1) and (kind is Boolean) == is_mask
+    if not is_right:
+        of = "Boolean" if is_mask else "Float32"
+        expected = f"a vector of {width} {of} (__vec_size__ is {width})" if width > 1 else of
+        got = f"a vector of {length} {kind.__name__}" if is_vector else kind.__name__
+        raise InvalidProblem(
+            f"{callback.label} returned {got}, expected {expected}, {_where(callback)}"
+        )
+    values = [result[i] for i in range(width)] if is_vector else [result]
+    return values if is_mask else [value.to(Float32) for value in values]
 
 
 def _traced(callback, tensors, args):
@@ -296,8 +348,7 @@ def _traced(callback, tensors, args):
         if facts.rank:
             stand_ins.append(CapturedTensor(tensor, facts))
         else:
-            value = tensor[0] if isinstance(tensor, cute.Tensor) else tensor
-            stand_ins.append(loaded(facts.dtype, value))
+            stand_ins.append(loaded(facts.dtype, load_constant(tensor, 0)))
     function = callback.with_tensors(tuple(stand_ins))
     try:
         result = function(*args)
@@ -307,22 +358,39 @@ def _traced(callback, tensors, args):
     except FlashCuteError:
         raise
     except Exception as error:
-        what = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "
-        raise UnsupportedProblem(
-            f"{callback.label} cannot be compiled, {_where(callback, error)}: {what}{error}"
-        ) from error
+        raise _refusal(callback, error) from error
 
 
-def _where(callback, error):
-    """Name the line of the user's function that an error came through."""
-    codes = set().union(*(nested_codes(code) for code in callback.codes))
-    frame, found = error.__traceback__, None
+def _refusal(callback, error):
+    """What to raise for an error in the user's function: the DSL's own come with colours."""
+    what = "" if isinstance(error, (Untraceable, DSLUserCodeError)) else f"{type(error).__name__}: "
+    text = re.sub("\x1b\\[[0-9;]*m", "", str(error)).strip()
+    return UnsupportedProblem(
+        f"{callback.label} cannot be compiled, {_where(callback, error)}: {what}{text}"
+    )
+
+
+def _where(callback, error=None):
+    """Name the line of the user's function that an error came through, or where it begins.
+
+    The DSL rewrites functions under ``@cute.jit``, and keeps their files and lines.
+    """
+    places = {(code.co_filename, *_lines(code)) for code in callback.codes}
+    frame, found = error and error.__traceback__, None
     while frame is not None:
-        if frame.tb_frame.f_code in codes:
-            found = (frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+        name, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
+        if any(name == file and first <= line <= last for file, first, last in places):
+            found = (name, line)
         frame = frame.tb_next
     if found is None:
         code = callback.codes[0] if callback.codes else None
         return "in its result" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
     line = linecache.getline(*found).strip()
     return f"{found[0]}:{found[1]}" + (f" `{line}`" if line else "")
+
+
+def _lines(code):
+    """The first and the last line of a function."""
+    numbers = [line for _, _, line in code.co_lines() if line]
+    inner = [_lines(const)[1] for const in code.co_consts if isinstance(const, types.CodeType)]
+    return code.co_firstlineno, max([code.co_firstlineno, *numbers, *inner])

@@ -71,6 +71,12 @@ class ForwardConfigSm90:
             broken.append(
                 f"tiled head dims are ({spec.tile_d}, {spec.tile_dv}), expected {TILE_HEAD_DIMS}"
             )
+        for key in (spec.score_mod, spec.mask_mod, spec.block_mod):
+            if key is not None and self.tile_n % (4 * key.width):
+                broken.append(
+                    f"tile_n is {self.tile_n}, expected a multiple of {4 * key.width}, since "
+                    f"{key.kind}.__vec_size__ is {key.width} and a thread has tile_n / 4 columns"
+                )
         smem = self.smem_bytes(spec)
         most = (SMEM_BYTES + RESERVED_SMEM_BYTES) // self.ctas_per_sm - RESERVED_SMEM_BYTES
         if smem > most:

@@ -402,49 +402,50 @@ class FlashAttentionForwardSm90:
             if n_block < blocks.full_begin or n_block >= blocks.full_end:
                 self.mask.apply(S, first_row, first_col, work.seqlen, p.bounds)
 
-    @cute.jit
     def apply_callbacks(
-        self,
-        p: ForwardParams,
-        S: cute.Tensor,
-        work: Work,
-        first_row: Int32,
-        first_col: Int32,
-        is_edge: cutlass.Constexpr[bool],
+        self, p: ForwardParams, S: cute.Tensor, work: Work, first_row, first_col, is_edge: bool
     ):
-        """score_mod and mask_mod on every score of the thread.
+        """score_mod and mask_mod on every score of the thread."""
+        place = (work, first_row, first_col, is_edge)
+        if self.score_mod is not None:
+            for cells, indices in self.groups(self.score_mod, S, place):
+                scores, tensors = [S[cell] for cell in cells], p.captured.score
+                new = trace_score_mod(self.score_mod, scores, *indices, tensors, work.seqlen)
+                for cell, score in zip(cells, new, strict=True):
+                    S[cell] = score
+        if self.mask_mod is not None:
+            self.hide(self.mask_mod, p.captured.mask, S, place)
+
+    def apply_block_mod(self, p: ForwardParams, S: cute.Tensor, work: Work, first_row, first_col):
+        """The block mask's own mask_mod on every score of the thread."""
+        self.hide(self.block_mod, p.captured.block, S, (work, first_row, first_col, True))
+
+    def hide(self, mask_mod, tensors, S: cute.Tensor, place):
+        """Set the scores that a mask_mod does not show to -inf."""
+        for cells, indices in self.groups(mask_mod, S, place):
+            visible = trace_mask_mod(mask_mod, *indices, tensors, place[0].seqlen)
+            for cell, is_visible in zip(cells, visible, strict=True):
+                S[cell] = cutlass.select_(is_visible, S[cell], -Float32.inf)
+
+    def groups(self, callback, S: cute.Tensor, place):
+        """Yield the thread's scores by the groups that a callback takes, and their indices.
+
+        Shapes: place (work, row and column of the first score, whether the block is an edge); a
+                group is its places in S and (b, h, q_idx, one kv_idx for each)
 
         Rows past the queries and, in edge blocks, columns past the keys get the index of the last
         one: their scores count for nothing, but a callback may look them up in a table.
         """
-        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            for i in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                place = self.indices(work, first_row + 8 * r, first_col, i, is_edge)
-                score = S[r, i]
-                if const_expr(self.score_mod is not None):
-                    tensors = p.captured.score
-                    score = trace_score_mod(self.score_mod, score, *place, tensors, work.seqlen)
-                if const_expr(self.mask_mod is not None):
-                    sees = trace_mask_mod(self.mask_mod, *place, p.captured.mask, work.seqlen)
-                    score = cutlass.select_(sees, score, -Float32.inf)
-                S[r, i] = score
-
-    @cute.jit
-    def apply_block_mod(self, p: ForwardParams, S: cute.Tensor, work: Work, first_row, first_col):
-        """The block mask's own mask_mod on every score of the thread."""
-        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            for i in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                place = self.indices(work, first_row + 8 * r, first_col, i, True)
-                sees = trace_mask_mod(self.block_mod, *place, p.captured.block, work.seqlen)
-                S[r, i] = cutlass.select_(sees, S[r, i], -Float32.inf)
-
-    def indices(self, work: Work, row: Int32, first_col: Int32, i: int, is_edge: bool):
-        """(b, h, q_idx, kv_idx) of the thread's i-th score of a row, as callbacks get them."""
+        work, first_row, first_col, is_edge = place
         last_q, last_k = work.seqlen.seqlen_q - 1, cutlass.max(work.seqlen.seqlen_k - 1, 0)
-        kv_idx = (first_col, column_offset(i))
-        if is_edge:
-            kv_idx = cutlass.min(first_col + column_offset(i), last_k)
-        return work.tile.batch, work.tile.head, cutlass.min(row, last_q), kv_idx
+        for r in range(cute.size(S, mode=[0])):
+            q_idx = cutlass.min(first_row + 8 * r, last_q)
+            for i in range(0, cute.size(S, mode=[1]), callback.key.width):
+                columns = range(i, i + callback.key.width)
+                kv_idx = [(first_col, column_offset(c)) for c in columns]
+                if is_edge:
+                    kv_idx = [cutlass.min(col + offset, last_k) for col, offset in kv_idx]
+                yield [(r, c) for c in columns], (work.tile.batch, work.tile.head, q_idx, kv_idx)
 
     def place(self, thread: Int32):
         """First row within the query tile and column within a key block of a consumer thread.
