@@ -78,8 +78,8 @@ class BlockBuilderArguments(NamedTuple):
     Shapes: classes: (batch, num_heads, num_rows, num_cols) int8, scratch
             partial_rows_*, full_rows_*: int32, counts (batch, num_heads, num_rows), indices (...,
             num_cols): the lists along each row of blocks; *_cols_* likewise along each column
-    Units:  num_rows, num_cols in blocks; block_q, block_k, seqlen_q, seqlen_k in elements. Products
-            of all four extents are below 2**31
+    Units:  num_rows, num_cols in blocks; block_q, block_k, seqlen_q, seqlen_k in elements. The
+            product of the first four extents is at most 2**30
 
     The tensors that the mask_mod captured follow, as Callback.launch_arguments has them.
     """

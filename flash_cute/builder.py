@@ -23,7 +23,7 @@ from flash_cute.variant import INDEX_LIMIT, NATIVE, as_callback, callback_form
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MAX_BLOCKS = 2**31 - 1  # the kernels number them in 32 bits
+MAX_BLOCKS = 2**30  # the kernels number blocks, and rows and columns of them, in 32 bits
 MAX_KEYS_PER_LANE = 4
 _WARP = 32
 
@@ -126,12 +126,12 @@ def _on_cpu(
     """Lists by rows and by columns; only one row of blocks is evaluated at a time."""
     num_rows, num_cols = _blocks(seqlens, size)
     visible = torch.zeros(*extents, num_rows, num_cols, dtype=torch.int64)
+    block_of_key = torch.arange(seqlens[1]).div(size[1], rounding_mode="floor")
     if seqlens[1]:
         for b, h, row in itertools.product(*map(range, (*extents, num_rows))):
             queries = (row * size[0], min((row + 1) * size[0], seqlens[0]))
             shown = visible_rows(mask_mod, b, h, queries, seqlens[1]).sum(0)
-            shown = torch.nn.functional.pad(shown, (0, num_cols * size[1] - seqlens[1]))
-            visible[b, h, row] = shown.view(num_cols, size[1]).sum(1)
+            visible[b, h, row].index_add_(0, block_of_key, shown)
     full = visible == size[0] * size[1]
     partial = (visible > 0) & ~full
     by_rows = (*_listed(partial), *_listed(full))
