@@ -228,6 +228,15 @@ def test_kernels_compile_without_spills(name: str, arch: str, keys_per_lane: int
 
 
 @pytest.mark.compile
+def test_native_masks_and_captured_numbers_compile():
+    pytest.importorskip("cutlass")
+    size = torch.tensor(100)  # 0-dim: loaded once, before the elements
+    for mask_mod in (native, lambda b, h, q_idx, kv_idx: q_idx - kv_idx < size):
+        report = compile.inspect_kernel(selection.kernel_for(key_of(mask_mod)), "sm_90a")
+        assert report.stack_bytes in (0, None)
+
+
+@pytest.mark.compile
 def test_what_cannot_be_compiled_names_the_line():
     pytest.importorskip("cutlass")
 
