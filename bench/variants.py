@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import fwd, machine, peers, report, timing, works
+from . import builders, fwd, machine, peers, report, timing, works
 from .peers import Peer
 from .report import Result, say
 from .shapes import DENSITIES, VARIANT_SEQLEN, VARLEN_LENGTHS
@@ -52,11 +52,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Group:
-    """Contestants that are timed in the same rounds, on the same inputs, and their lines."""
+    """Contestants that are timed in the same rounds, on the same inputs, and their lines.
+
+    own: measures contestants that make no attention, in place of `entries`
+    """
 
     name: str
     entries: tuple[Entry, ...]
     lines: tuple[Line, ...]
+    own: Callable[[timing.Plan, random.Random], dict[str, Result]] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,11 +177,24 @@ def varlen_group(device: str, lengths: Sequence[int]) -> Group:
     return Group("varlen", tuple(entries), tuple(lines))
 
 
+def builder_group(device: str, seqlen: int) -> Group:
+    """Our builder of block masks, for documents, against PyTorch's compiled one."""
+    right, contestants = builders.calls(seqlen, device)
+    lines = tuple(
+        Line(f"{builders.OURS} over {base}", builders.OURS, base, 1.0)
+        for base in (builders.FLAG, builders.COMPILED)
+    )
+    return Group(
+        "builder", (), lines, lambda plan, rng: builders.results(right, contestants, plan, rng)
+    )
+
+
 GROUPS = {
     "callbacks": lambda device: callbacks_group(device, VARIANT_SEQLEN),
     "density": lambda device: density_group(device, VARIANT_SEQLEN),
     "window": lambda device: window_group(device, VARIANT_SEQLEN),
     "varlen": lambda device: varlen_group(device, VARLEN_LENGTHS),
+    "builder": lambda device: builder_group(device, VARIANT_SEQLEN),
 }
 
 
@@ -255,6 +272,8 @@ def measure(
 
     Ours is timed without the other side too; the other side is not without ours.
     """
+    if group.own is not None:
+        return group.own(plan, rng)
     results = unavailable(group, known)
     needed = {
         name
@@ -350,15 +369,15 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 def contestant_rows(group: Group, results: dict[str, Result]) -> list[list[str]]:
     """A group as a table: time and speed of each contestant."""
     rows = [[group.name, "ms", "TFLOP/s", "+-%"]]
-    for entry in group.entries:
-        found = results.get(entry.name, Result())
-        if found.median_us is None or found.tflops is None:
-            rows.append([entry.name, "FAILED" if found.failed else "-", "-", "-"])
+    for name in [entry.name for entry in group.entries] or list(results):
+        found = results.get(name, Result())
+        if found.median_us is None:
+            rows.append([name, "FAILED" if found.failed else "-", "-", "-"])
             continue
         spread = "-" if found.spread is None else f"{100 * found.spread:.1f}"
         mark = "h" if found.is_host_bound else ""
-        figures = [f"{found.median_us / 1e3:.3f}{mark}", f"{found.tflops:.0f}", spread]
-        rows.append([entry.name, *figures])
+        speed = "-" if found.tflops is None else f"{found.tflops:.0f}"
+        rows.append([name, f"{found.median_us / 1e3:.3f}{mark}", speed, spread])
     return rows
 
 

@@ -15,6 +15,8 @@ from flash_cute.api import (
     is_supported,
     reference_mask,
 )
+from flash_cute.block_mask import BlockSparseTensors
+from flash_cute.builder import block_mask_from
 from flash_cute.errors import (
     CaptureError,
     CompileDisallowed,
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionProblem",
+    "BlockSparseTensors",
     "CacheInfo",
     "CaptureError",
     "CompileDisallowed",
@@ -51,6 +54,7 @@ __all__ = [
     "UnsupportedProblem",
     "__version__",
     "and_masks",
+    "block_mask_from",
     "cache_info",
     "clear_cache",
     "flash_attn_func",

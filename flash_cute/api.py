@@ -71,8 +71,9 @@ def flash_attn_func(
             scores of a row, whose keys are not all neighbours (see ``flash_cute.variant``).
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns True where the key is visible; native
             form as of score_mod.
-        block_mask: a BlockMask of torch.nn.attention.flex_attention, made for these lengths. Blocks
-            it does not name are hidden, its mask_mod applies in its partial blocks.
+        block_mask: a BlockMask of torch.nn.attention.flex_attention (`block_mask_from` makes one)
+            for these lengths, or BlockSparseTensors. Blocks it does not name are hidden, its
+            mask_mod applies in its partial blocks.
         pack_gqa: whether query heads that share a key head share a tile. None lets the package
             choose; the result is the same.
         num_splits: number of parts the keys are split into. 1 is no split, 0 lets the package

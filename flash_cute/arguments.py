@@ -1,4 +1,4 @@
-"""The launch arguments of the forward kernels: one list for compiling, launching and kernels.
+"""The launch arguments of the kernels: one list each for compiling, launching and the kernel.
 
 Plain Python, so that a launch needs no DSL: the compiled function takes these values by position.
 Kernels map the kinds to their own types when they are compiled.
@@ -69,4 +69,36 @@ class ForwardArguments(NamedTuple):
     chunk: Int32
     section: Int32
     num_ctas: Int32
+    stream: Stream
+
+
+class BlockBuilderArguments(NamedTuple):
+    """Launch arguments of the kernels that build a block mask, in order.
+
+    Shapes: classes: (batch, num_heads, num_rows, num_cols) int8, scratch
+            partial_rows_*, full_rows_*: int32, counts (batch, num_heads, num_rows), indices (...,
+            num_cols): the lists along each row of blocks; *_cols_* likewise along each column
+    Units:  num_rows, num_cols in blocks; block_q, block_k, seqlen_q, seqlen_k in elements. The
+            product of the first four extents is at most 2**30
+
+    The tensors that the mask_mod captured follow, as Callback.launch_arguments has them.
+    """
+
+    classes: Address
+    partial_rows_counts: Address
+    partial_rows_indices: Address
+    full_rows_counts: Address
+    full_rows_indices: Address
+    partial_cols_counts: Address
+    partial_cols_indices: Address
+    full_cols_counts: Address
+    full_cols_indices: Address
+    batch: Int32
+    num_heads: Int32
+    num_rows: Int32
+    num_cols: Int32
+    block_q: Int32
+    block_k: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
     stream: Stream

@@ -1,8 +1,8 @@
 """Block sparsity: which blocks of scores are computed at all, and which of them need no mask.
 
-The structure of a PyTorch ``BlockMask``, validated and frozen. A block of scores that neither list
-names is hidden; one in the full list is visible throughout; one in the partial list is visible
-where the mask_mod says so.
+The structure of a PyTorch ``BlockMask`` or of ``BlockSparseTensors``, validated and frozen. A block
+of scores that neither list names is hidden; one in the full list is visible throughout; one in the
+partial list is visible where the mask_mod says so.
 """
 
 from __future__ import annotations
@@ -19,6 +19,47 @@ from flash_cute.variant import callback_form
 
 # PyTorch's block size for "no block mask", one block that is larger than any problem.
 _ENDLESS = 1 << 30
+
+# Counts and indices of partial and of full blocks, by their names in a BlockMask.
+_TORCH_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_OUR_NAMES = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockSparseTensors:
+    """Lists of blocks as plain tensors, for `block_mask=` in place of a PyTorch ``BlockMask``.
+
+    ``mask_block_idx[b, h, m, :mask_block_cnt[b, h, m]]`` are the blocks of keys that row m of
+    blocks applies the mask_mod in; those of the full list are visible throughout. Every other
+    block is hidden, and no block may be in both lists. What lies behind the counts means nothing.
+
+    Shapes: mask_block_cnt, full_block_cnt (batch, num_heads, M), mask_block_idx, full_block_idx
+            (batch, num_heads, M, N), all int32 on the device of q; batch and num_heads (of queries)
+            may be 1, for all. M is seqlen_q / block_size[0], rounded up; N is at least that of the
+            keys. Without full_block_cnt and full_block_idx no block is full
+    Units:  block_size in (queries, keys), or one number for both
+    Raises: InvalidProblem for a wrong block_size; the call that uses it raises the rest, as for a
+            BlockMask: it names the attribute, what came and what was expected.
+    """
+
+    mask_block_cnt: torch.Tensor
+    mask_block_idx: torch.Tensor
+    full_block_cnt: torch.Tensor | None = None
+    full_block_idx: torch.Tensor | None = None
+    block_size: tuple[int, int] = (128, 128)
+    mask_mod: Callable[..., Any] | None = None  # None: partial blocks are visible throughout
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", block_size_pair(self.block_size))
+
+
+def block_size_pair(block_size: Any) -> tuple[int, int]:
+    """Return a block size as (queries, keys); one number is both. Raises: InvalidProblem."""
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    sizes = [size for size in pair if isinstance(size, int) and not isinstance(size, bool)]
+    if len(pair) != 2 or len(sizes) != 2 or min(sizes) < 1:
+        refuse("block_size", repr(block_size), "a positive integer, or a pair of them")
+    return sizes[0], sizes[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +78,7 @@ class BlockStructure:
     full_index: torch.Tensor | None
     block_size: tuple[int, int]
     mask_mod: Callable[..., Any] | None  # None: partial blocks are visible throughout
+    names: tuple[str, ...] = _TORCH_NAMES  # of the four lists, for errors
 
     def launch_arguments(self, tile: tuple[int, int], seqlens: tuple[int, int]) -> tuple[int, ...]:
         """Return the lists as plain integers for a kernel with that tile.
@@ -92,20 +134,20 @@ class BlockStructure:
 
     def check_indices(self) -> None:
         """Check the contents of the lists, which waits for the device; raises InvalidProblem."""
-        for name, count, index in (
-            ("kv", self.partial_count, self.partial_index),
-            ("full_kv", self.full_count, self.full_index),
-        ):
+        lists = (self.partial_count, self.partial_index, self.full_count, self.full_index)
+        for part in (0, 2):
+            count, index = lists[part : part + 2]
             if count is None or index is None or not count.numel():
                 continue
             cols = index.shape[-1]
             if bool((count < 0).any()) or bool((count > cols).any()):
                 got = f"{int(count.min())} to {int(count.max())}"
-                refuse(f"block_mask.{name}_num_blocks", got, f"0 to {cols}")
+                refuse(f"block_mask.{self.names[part]}", got, f"0 to {cols}")
             used = torch.arange(cols, device=index.device) < count[..., None]
-            if bool((used & ((index < 0) | (index >= cols))).any()):
-                bad = index[used & ((index < 0) | (index >= cols))][0]
-                refuse(f"an entry of block_mask.{name}_indices", int(bad), f"0 to {cols - 1}")
+            is_bad = used & ((index < 0) | (index >= cols))
+            if bool(is_bad.any()):
+                what = f"an entry of block_mask.{self.names[part + 1]}"
+                refuse(what, int(index[is_bad][0]), f"0 to {cols - 1}")
 
 
 def _as_map(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -123,36 +165,71 @@ def block_structure(
     seqlens: tuple[int, int],
     device: torch.device,
 ) -> BlockStructure:
-    """Take over a PyTorch ``BlockMask``, checked against the problem; reads no device memory.
+    """Take over a block mask, checked against the problem; reads no device memory.
 
+    Args:
+        block_mask: a PyTorch ``BlockMask``, or ``BlockSparseTensors``.
     Raises: InvalidProblem naming the attribute, what came and what was expected.
     """
+    if isinstance(block_mask, BlockSparseTensors):
+        names, block_size = _OUR_NAMES, block_mask.block_size
+    else:
+        names, block_size = _TORCH_NAMES, _torch_block_size(block_mask, seqlens)
+    blocks = tuple(-(-length // size) for length, size in zip(seqlens, block_size, strict=True))
+    partial, full = (
+        (getattr(block_mask, names[part]), getattr(block_mask, names[part + 1])) for part in (0, 2)
+    )
+    sizes = (batch, num_heads, *blocks)
+    _check_list(names[:2], partial, sizes, device)
+    if full[0] is not None or full[1] is not None:
+        _check_list(names[2:], full, sizes, device)
+    mask_mod = _mask_mod(block_mask.mask_mod)
+    return BlockStructure(*partial, *full, block_size, mask_mod, names)
+
+
+def _torch_block_size(block_mask: Any, seqlens: tuple[int, int]) -> tuple[int, int]:
+    """Check that this is a BlockMask for those lengths; returns the size of its blocks."""
     names = ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")
     if not all(hasattr(block_mask, name) for name in names):
         got = f"of type {type(block_mask).__name__}"
-        refuse("block_mask", got, "a torch.nn.attention.flex_attention.BlockMask")
+        expected = "a torch.nn.attention.flex_attention.BlockMask, or BlockSparseTensors"
+        refuse("block_mask", got, expected)
     block_size = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
     given = (int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1]))
     if given != seqlens and block_size != (_ENDLESS, _ENDLESS):
         why = "seqlen_q and seqlen_k of the call; make the BlockMask for these lengths"
         refuse("block_mask.seq_lengths", given, seqlens, why)
-    blocks = tuple(-(-length // size) for length, size in zip(seqlens, block_size, strict=True))
-    full = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    lists = {"kv": (block_mask.kv_num_blocks, block_mask.kv_indices)}
-    if full[0] is not None:
-        lists["full_kv"] = full
-    for name, (count, index) in lists.items():
-        for axis, sizes in enumerate(((1, batch), (1, num_heads), (blocks[0],))):
-            if count.shape[axis] not in sizes:
-                expected = " or ".join(str(size) for size in sorted(set(sizes)))
-                refuse(f"block_mask.{name}_num_blocks.shape[{axis}]", count.shape[axis], expected)
-        if tuple(index.shape[:-1]) != tuple(count.shape) or index.shape[-1] < blocks[1]:
-            expected = (*count.shape, blocks[1])
-            refuse(f"block_mask.{name}_indices.shape", tuple(index.shape), expected)
-        if count.device != device:
-            refuse(f"block_mask.{name}_num_blocks.device", count.device, device, "device of q")
-    mask_mod = _mask_mod(block_mask.mask_mod)
-    return BlockStructure(*lists["kv"], *lists.get("full_kv", (None, None)), block_size, mask_mod)
+    return block_size
+
+
+def _check_list(
+    names: tuple[str, ...], pair: tuple[Any, Any], sizes: tuple[int, ...], device: torch.device
+) -> None:
+    """Check one kind of blocks; `sizes` are (batch, num_heads, rows of blocks, columns)."""
+    (count, index), (batch, num_heads, rows, cols) = pair, sizes
+    for name, tensor, rank in zip(names, pair, (3, 4), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            refuse(f"block_mask.{name}", f"of type {type(tensor).__name__}", "a torch.Tensor")
+        if tensor.dim() != rank:
+            refuse(f"block_mask.{name}.dim()", tensor.dim(), rank)
+        if tensor.dtype not in (torch.int32, torch.int64):
+            refuse(f"block_mask.{name}.dtype", tensor.dtype, torch.int32)
+        if tensor.device != device:
+            refuse(f"block_mask.{name}.device", tensor.device, device, "device of q")
+    for axis, allowed in enumerate(((1, batch), (1, num_heads), (rows,))):
+        if count.shape[axis] not in allowed:
+            expected = " or ".join(str(size) for size in sorted(set(allowed)))
+            refuse(f"block_mask.{names[0]}.shape[{axis}]", count.shape[axis], expected)
+    if tuple(index.shape[:-1]) != tuple(count.shape) or index.shape[-1] < cols:
+        expected = (*count.shape, cols)
+        refuse(f"block_mask.{names[1]}.shape", tuple(index.shape), expected)
+
+
+def batch_of(block_mask: Any) -> int | None:
+    """Return the batch that a block mask has lists for; None for what is no block mask."""
+    is_ours = isinstance(block_mask, BlockSparseTensors)
+    count = getattr(block_mask, (_OUR_NAMES if is_ours else _TORCH_NAMES)[0], None)
+    return count.shape[0] if isinstance(count, torch.Tensor) and count.dim() else None
 
 
 def _mask_mod(mask_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:

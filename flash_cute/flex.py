@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flash_cute import api
+from flash_cute.block_mask import batch_of
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.problem import Options, attention_request
 
@@ -34,8 +35,9 @@ def flex_attention(
 
     Args:
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score of one element.
-        block_mask: a ``BlockMask``, made for these lengths. A block that it does not name is
-            hidden; its mask_mod is applied in its partial blocks and not in its full ones.
+        block_mask: a ``BlockMask``, made for these lengths, or ``BlockSparseTensors``. A block that
+            it does not name is hidden; its mask_mod is applied in its partial blocks and not in its
+            full ones.
         scale: factor of q·k; None is head_dim ** -0.5.
         enable_gqa: allows fewer key heads than query heads, at a whole ratio.
         return_lse: also return the log-sum-exp.
@@ -118,8 +120,7 @@ def _check_tensors(
         refuse("key.shape[1]", key.shape[1], query.shape[1], why)
     batch = query.shape[0]
     if key.shape[0] != batch:
-        has_batch = block_mask is not None and block_mask.kv_num_blocks.shape[0] == batch
-        if key.shape[0] != 1 or not has_batch:
+        if key.shape[0] != 1 or batch_of(block_mask) != batch:
             why = "batch of query, or 1 with a block_mask of that batch"
             refuse("key.shape[0]", key.shape[0], batch, why)
         key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (key, value))

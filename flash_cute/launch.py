@@ -107,7 +107,7 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
     if inputs.q.numel() == 0 or inputs.k.numel() == 0:
         return _without_keys(problem, inputs)
     with torch.cuda.device(problem.device):
-        executable = _ready_executable(kernel_key)
+        executable = ready_executable(kernel_key)
         given, inputs = inputs, _readable(inputs)
         plan = make_plan(problem, inputs, kernel_key, target, executable)
         is_as_given = all(getattr(given, n) is getattr(inputs, n) for n in ("q", "k", "v", "sink"))
@@ -168,8 +168,11 @@ def _readable(inputs: AttentionInputs) -> AttentionInputs:
     return dataclasses.replace(inputs, **changed) if changed else inputs
 
 
-def _ready_executable(kernel_key: selection.KernelKey) -> Executable:
-    """The compiled kernel; inside a graph capture only one that is already in memory."""
+def ready_executable(kernel_key: compile.Key) -> Executable:
+    """Return the compiled kernel; inside a graph capture only one that is already in memory.
+
+    Raises: CaptureError inside a capture; what `compile.executable` raises.
+    """
     if not is_capturing():
         return compile.executable(kernel_key)
     found = cache.lookup(kernel_key)

@@ -312,6 +312,21 @@ def _visible(
     return visible
 
 
+def visible_rows(
+    mask_mod: Callable[..., Any], b: int, h: int, queries: tuple[int, int], num_keys: int
+) -> torch.Tensor:
+    """What a mask_mod shows of queries[0] to queries[1] - 1 of one head: (queries, keys) bool."""
+    q_idx = torch.arange(*queries).view(1, 1, -1, 1)
+    grid = _Grid(
+        b=torch.tensor(b).view(1, 1, 1, 1),
+        h=torch.tensor(h).view(1, 1, 1, 1),
+        q_idx=q_idx,
+        kv_idx=torch.arange(num_keys).view(1, 1, 1, -1),
+        diagonal=q_idx,
+    )
+    return _mask(mask_mod, grid)[0, 0]
+
+
 def _mask(mask_mod: Callable[..., Any], grid: _Grid) -> torch.Tensor:
     mask = _per_element("mask_mod", mask_mod, grid)
     if mask.dtype != torch.bool:

@@ -127,6 +127,18 @@ class KernelKey:
     config: sm90.ForwardConfigSm90
 
 
+@dataclass(frozen=True)
+class BuilderKey:
+    """Everything that shapes the kernels that build a block mask; any architecture runs them.
+
+    Units: keys_per_lane: keys that a lane looks at between two votes
+    """
+
+    arch: str
+    mask_mod: CallbackKey
+    keys_per_lane: int
+
+
 def current_target(device: torch.device | int | None = None) -> Target:
     """Return the GPU to compile for: FLASH_CUTE_ARCH, else the device (the current one if None).
 
@@ -179,8 +191,12 @@ def key_for(
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
 
 
-def kernel_for(key: KernelKey) -> Any:
+def kernel_for(key: KernelKey | BuilderKey) -> Any:
     """Build the kernel object of a key; imports the DSL."""
+    if isinstance(key, BuilderKey):
+        from flash_cute.device.block_builder import BlockMaskBuilder
+
+        return BlockMaskBuilder(key.mask_mod, key.keys_per_lane)
     from flash_cute.sm90.fwd import FlashAttentionForwardSm90
 
     return FlashAttentionForwardSm90(key.spec, key.config)

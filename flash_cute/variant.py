@@ -112,13 +112,13 @@ class Callback:
             arguments += [stride for stride, known in pairs if known < 0]
         return tuple(arguments)
 
-    def check_device(self, device: torch.device) -> None:
+    def check_device(self, device: torch.device, why: str = "device of q") -> None:
         """Refuse tensors that a kernel on `device` cannot read; raises InvalidProblem."""
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if tensor.device != device:
                 raise InvalidProblem(
                     f"{self.label} captures {name!r} on {tensor.device}, expected {device} "
-                    f"(device of q): capture {name}.to(q.device)"
+                    f'({why}): capture {name}.to("{device}")'
                 )
             if not tensor.numel():
                 raise InvalidProblem(

@@ -105,8 +105,8 @@ def _matrix(what: Any, batch: int, head: int, sizes: tuple[int, int]) -> torch.T
         return _of_tensor(what, batch, head, sizes)
     if isinstance(what, BlockStructure):
         return _of_blocks(what, batch, head, sizes)
-    if hasattr(what, "kv_num_blocks"):
-        count = what.kv_num_blocks
+    count = getattr(what, "kv_num_blocks", getattr(what, "mask_block_cnt", None))
+    if count is not None:
         have = (count.shape[0], count.shape[1])
         return _of_blocks(block_structure(what, *have, sizes, count.device), batch, head, sizes)
     kind = _kind_of(what)
@@ -243,10 +243,11 @@ def plot_mask(
     """Draw a mask or a score bias: queries downwards, keys to the right.
 
     Args:
-        mask_or_bias: a mask_mod; a BlockMask of torch.nn.attention.flex_attention or a
-            BlockStructure, whose skipped, partial and full blocks are told apart; a score_mod,
-            drawn as what it adds to a score of 0; or a tensor, bool for a mask and floating-point
-            for a bias. ``reference_mask(n, n, causal=True)`` gives the tensor of built-in masks.
+        mask_or_bias: a mask_mod; a BlockMask of torch.nn.attention.flex_attention, our own
+            BlockSparseTensors or a BlockStructure, whose skipped, partial and full blocks are told
+            apart; a score_mod, drawn as what it adds to a score of 0; or a tensor, bool for a mask
+            and floating-point for a bias. ``reference_mask(n, n, causal=True)`` gives the tensor of
+            built-in masks.
         batch: entry to draw, as the callback sees it.
         head: query head to draw.
         seqlen_q: number of queries; needed where mask_or_bias has no length of its own.

@@ -13,7 +13,7 @@ import torch
 from test_bench import sample_facts
 
 from bench import __main__ as command
-from bench import fwd, gate, machine, peers, report, shapes, timing, variants, works
+from bench import builders, fwd, gate, machine, peers, report, shapes, timing, variants, works
 from bench.report import Result
 
 pytestmark = pytest.mark.cpu
@@ -29,6 +29,7 @@ def groups() -> list[variants.Group]:
         variants.density_group("cpu", SEQLEN),
         variants.window_group("cpu", SEQLEN),
         variants.varlen_group("cpu", LENGTHS),
+        variants.builder_group("cpu", SEQLEN),
     ]
 
 
@@ -171,13 +172,15 @@ def test_lines_name_contestants_and_have_the_issues_aims():
         by_name = {entry.name: entry for entry in group.entries}
         assert len(by_name) == len(group.entries)
         for line in group.lines:
-            assert by_name[line.ours].peer is variants.OURS and line.base in by_name
+            if group.own is None:
+                assert by_name[line.ours].peer is variants.OURS and line.base in by_name
             aims[line.name] = line.aim
     assert aims["causal + ALiBi over plain causal"] == 0.90
     assert aims["causal + ALiBi over FlexAttention"] == 1.5
     assert aims["causal as mask_mod + block mask over built-in"] == 0.95
     assert aims["window 128 over FA4"] == 1.3
     assert aims["varlen full over FA4"] == aims["varlen causal over FA4"] == 1.0
+    assert [aim for name, aim in aims.items() if name.startswith("block_mask_from")] == [1.0] * 2
     assert len([name for name in aims if "density" in name]) == len(shapes.DENSITIES)
     assert variants.density_aim(0.5) == pytest.approx(0.6)
 
@@ -219,6 +222,39 @@ def test_lines_summary_counts_only_what_was_measured():
     assert variants.summary(found) == (
         "5 lines: 2 passed, 1 failed; not counted: 1 refused, 1 not measured"
     )
+
+
+# --- builders -------------------------------------------------------------------------------------
+
+
+def test_builders_are_judged_by_their_lists_and_timed():
+    right, contestants = builders.calls(SEQLEN, "cpu")
+    assert set(contestants) == {builders.OURS, builders.FLAG, builders.COMPILED}
+    shifted = contestants[builders.OURS]()
+    shifted.kv_num_blocks += 1
+
+    def broken() -> Any:
+        raise RuntimeError("no block mask")
+
+    calls = {builders.OURS: contestants[builders.OURS], "off": lambda: shifted, "broken": broken}
+    watch = lambda contestant, count: timing.Sample(2e-3, 1e-3)
+    found = builders.results(right, calls, timing.Plan(rounds=3), random.Random(0), watch)
+    assert found[builders.OURS].median_us == pytest.approx(2000)
+    assert found["off"].failed == "WRONG: kv_num_blocks differ"
+    assert "no block mask" in str(found["broken"].failed)
+    group = variants.builder_group("cpu", SEQLEN)
+    rows = variants.contestant_rows(group, found)
+    assert rows[1:] == [["off", "FAILED", "-", "-"], ["broken", "FAILED", "-", "-"]] + [
+        [builders.OURS, "2.000", "-", "0.0"]
+    ]
+
+
+def test_builders_documents_are_blocks_on_the_diagonal():
+    mask_mod = builders.documents(4096, "cpu")
+    index = torch.arange(4096)
+    shown = mask_mod(0, 0, index[:, None], index)
+    assert torch.equal(shown, shown.T) and shown.diagonal().all()
+    assert 100 / 4096 < shown.float().mean().item() < 1500 / 4096
 
 
 # --- run ------------------------------------------------------------------------------------------
@@ -328,7 +364,7 @@ def test_command_line_of_variants(capsys: pytest.CaptureFixture[str]):
     options = command.variants_options(arguments)
     assert options.only == ("window", "varlen")
     assert (options.plan.rounds, options.plan.min_rounds) == (5, 5)
-    assert variants.choose(None) == ("callbacks", "density", "window", "varlen")
+    assert variants.choose(None) == ("callbacks", "density", "window", "varlen", "builder")
     with pytest.raises(SystemExit):
         command.main(["variants", "--only", "windows"])
     assert "'windows', expected some of callbacks" in capsys.readouterr().err
