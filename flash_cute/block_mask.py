@@ -35,8 +35,9 @@ class BlockSparseTensors:
 
     Shapes: mask_block_cnt, full_block_cnt (batch, num_heads, M), mask_block_idx, full_block_idx
             (batch, num_heads, M, N), all int32 on the device of q; batch and num_heads (of queries)
-            may be 1, for all. M is seqlen_q / block_size[0], rounded up; N is at least that of the
-            keys. Without full_block_cnt and full_block_idx no block is full
+            may be 1, for all. M is seqlen_q / block_size[0], rounded up, of packed sequences at
+            least that of the longest; N is at least that of the keys. Without full_block_cnt and
+            full_block_idx no block is full
     Units:  block_size in (queries, keys), or one number for both
     Raises: InvalidProblem for a wrong block_size; the call that uses it raises the rest, as for a
             BlockMask: it names the attribute, what came and what was expected.
@@ -99,7 +100,7 @@ class BlockStructure:
                 continue
             batch, heads, rows = count.shape
             distances = (heads * rows if batch > 1 else 0, rows if heads > 1 else 0)
-            arguments += [count.data_ptr(), index.data_ptr(), *distances, index.shape[-1]]
+            arguments += [count.data_ptr(), index.data_ptr(), *distances, rows, index.shape[-1]]
         return tuple(arguments)
 
     def packed(self) -> BlockStructure:
@@ -149,6 +150,17 @@ class BlockStructure:
                 what = f"an entry of block_mask.{self.names[part + 1]}"
                 refuse(what, int(index[is_bad][0]), f"0 to {cols - 1}")
 
+    def check_lengths(self, longest_q: int, longest_k: int) -> None:
+        """Check that the lists reach the longest packed sequences; raises InvalidProblem."""
+        rows, cols = self.partial_index.shape[2:]
+        for axis, longest, blocks in ((0, longest_q, rows), (1, longest_k, cols)):
+            needed, part = -(-longest // self.block_size[axis]), 1 - axis
+            if needed > blocks:
+                why = f"blocks of {self.block_size[axis]}, for the longest sequence of {longest}"
+                refuse(
+                    f"block_mask.{self.names[part]}.shape[-1]", blocks, f"at least {needed}", why
+                )
+
 
 def _as_map(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     cols = index.shape[-1]
@@ -158,36 +170,40 @@ def _as_map(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return found[..., :cols]
 
 
-def block_structure(
-    block_mask: Any,
-    batch: int,
-    num_heads: int,
-    seqlens: tuple[int, int],
-    device: torch.device,
-) -> BlockStructure:
+# Batch, heads, and lengths or numbers of blocks; None where sequences are packed: on the device.
+Sizes = tuple[int, int, int | None, int | None]
+
+
+def block_structure(block_mask: Any, sizes: Sizes, device: torch.device) -> BlockStructure:
     """Take over a block mask, checked against the problem; reads no device memory.
 
     Args:
         block_mask: a PyTorch ``BlockMask``, or ``BlockSparseTensors``.
+        sizes: batch, num_heads, seqlen_q and seqlen_k of the problem; None for the length of packed
+            sequences, which the lists must reach: `check_lengths` sees to it on the CPU, a kernel
+            hides what lies beyond.
     Raises: InvalidProblem naming the attribute, what came and what was expected.
     """
+    batch, num_heads, seqlen_q, seqlen_k = sizes
     if isinstance(block_mask, BlockSparseTensors):
         names, block_size = _OUR_NAMES, block_mask.block_size
     else:
-        names, block_size = _TORCH_NAMES, _torch_block_size(block_mask, seqlens)
-    blocks = tuple(-(-length // size) for length, size in zip(seqlens, block_size, strict=True))
+        names, block_size = _TORCH_NAMES, _torch_block_size(block_mask, seqlen_q, seqlen_k)
+    rows = None if seqlen_q is None else -(-seqlen_q // block_size[0])
+    cols = None if seqlen_k is None else -(-seqlen_k // block_size[1])
     partial, full = (
         (getattr(block_mask, names[part]), getattr(block_mask, names[part + 1])) for part in (0, 2)
     )
-    sizes = (batch, num_heads, *blocks)
-    _check_list(names[:2], partial, sizes, device)
+    _check_list(names[:2], partial, (batch, num_heads, rows, cols), device)
     if full[0] is not None or full[1] is not None:
-        _check_list(names[2:], full, sizes, device)
+        _check_list(names[2:], full, (batch, num_heads, partial[0].shape[2], cols), device)
     mask_mod = _mask_mod(block_mask.mask_mod)
     return BlockStructure(*partial, *full, block_size, mask_mod, names)
 
 
-def _torch_block_size(block_mask: Any, seqlens: tuple[int, int]) -> tuple[int, int]:
+def _torch_block_size(
+    block_mask: Any, seqlen_q: int | None, seqlen_k: int | None
+) -> tuple[int, int]:
     """Check that this is a BlockMask for those lengths; returns the size of its blocks."""
     names = ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")
     if not all(hasattr(block_mask, name) for name in names):
@@ -196,17 +212,24 @@ def _torch_block_size(block_mask: Any, seqlens: tuple[int, int]) -> tuple[int, i
         refuse("block_mask", got, expected)
     block_size = (int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1]))
     given = (int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1]))
-    if given != seqlens and block_size != (_ENDLESS, _ENDLESS):
+    expected = (
+        given[0] if seqlen_q is None else seqlen_q,
+        given[1] if seqlen_k is None else seqlen_k,
+    )
+    if given != expected and block_size != (_ENDLESS, _ENDLESS):
         why = "seqlen_q and seqlen_k of the call; make the BlockMask for these lengths"
-        refuse("block_mask.seq_lengths", given, seqlens, why)
+        refuse("block_mask.seq_lengths", given, expected, why)
     return block_size
 
 
 def _check_list(
-    names: tuple[str, ...], pair: tuple[Any, Any], sizes: tuple[int, ...], device: torch.device
+    names: tuple[str, ...],
+    pair: tuple[Any, Any],
+    sizes: Sizes,
+    device: torch.device,
 ) -> None:
     """Check one kind of blocks; `sizes` are (batch, num_heads, rows of blocks, columns)."""
-    (count, index), (batch, num_heads, rows, cols) = pair, sizes
+    (count, index), (batch, num_heads, num_rows, num_cols) = pair, sizes
     for name, tensor, rank in zip(names, pair, (3, 4), strict=True):
         if not isinstance(tensor, torch.Tensor):
             refuse(f"block_mask.{name}", f"of type {type(tensor).__name__}", "a torch.Tensor")
@@ -216,6 +239,8 @@ def _check_list(
             refuse(f"block_mask.{name}.dtype", tensor.dtype, torch.int32)
         if tensor.device != device:
             refuse(f"block_mask.{name}.device", tensor.device, device, "device of q")
+    rows = count.shape[2] if num_rows is None else num_rows
+    cols = 1 if num_cols is None else num_cols
     for axis, allowed in enumerate(((1, batch), (1, num_heads), (rows,))):
         if count.shape[axis] not in allowed:
             expected = " or ".join(str(size) for size in sorted(set(allowed)))

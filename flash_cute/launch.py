@@ -119,7 +119,8 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
         qkv = (inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr())
         more = [callback.launch_arguments() for callback in inputs.callbacks]
         if inputs.block_mask is not None:
-            tile = (kernel_key.config.tile_m, kernel_key.config.tile_n)
+            config = kernel_key.config
+            tile = (config.positions(kernel_key.spec), config.tile_n)
             more.append(
                 inputs.block_mask.launch_arguments(tile, (problem.seqlen_q, problem.seqlen_k))
             )
@@ -139,6 +140,7 @@ def _variant(inputs: AttentionInputs) -> selection.Variant:
         block_mod=None if block_mod is None else block_mod.key,
         has_full_blocks=blocks is not None and blocks.full_count is not None,
         block_size=None if blocks is None else blocks.block_size,
+        is_mask_per_head=blocks is not None and blocks.partial_count.shape[1] > 1,
     )
 
 

@@ -168,9 +168,10 @@ def make_plan(
     out_shape = (*q.shape[:-1], p.head_dim_v)
     lse_shape = result_lse_shape(problem, inputs) if p.return_lse else None
     rows_q, rows_k = q.shape[-3], k.shape[-3]
-    tile_m = kernel_key.config.tile_m
-    blocks = rows_q // tile_m + p.batch if p.is_packed_q else p.batch * -(-rows_q // tile_m)
-    num_tiles = blocks * p.num_heads_q
+    packs = p.num_heads_kv * -(-p.group // kernel_key.spec.pack_heads)
+    positions = kernel_key.config.positions(kernel_key.spec)
+    blocks = rows_q // positions + p.batch if p.is_packed_q else p.batch * -(-rows_q // positions)
+    num_tiles = blocks * packs
     if num_tiles >= 2**31 - MOST_CTAS:
         raise UnsupportedProblem(
             f"the problem has {num_tiles} query tiles, at most 2**31: split it"
@@ -191,7 +192,7 @@ def make_plan(
         **_strides("v", inputs.v.shape, inputs.v.stride()),
         **_strides("out", out_shape, out_strides if out is None else out.stride()),
         **_numbers(problem),
-        section=section_heads(problem),
+        section=section_heads(problem, packs),
         num_ctas=num_ctas,
         stream=0,
     )
@@ -241,12 +242,12 @@ def _strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> dic
     }
 
 
-def section_heads(problem: AttentionProblem) -> int:
-    """(batch, query head) pairs that run together: their K and V share the L2 cache."""
+def section_heads(problem: AttentionProblem, packs: int) -> int:
+    """(batch, pack of query heads) pairs that run together: their K and V share the L2 cache."""
     p = problem
     bytes_per_head = p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     kv_heads = max(1, L2_SECTION_BYTES // max(1, bytes_per_head))
-    return min(p.batch * p.num_heads_q, kv_heads * p.group)
+    return min(p.batch * packs, kv_heads * (packs // p.num_heads_kv))
 
 
 def result_lse_shape(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[int, ...]:

@@ -407,14 +407,17 @@ def _block_structure(
 ) -> BlockStructure | None:
     if options.block_mask is None:
         return None
-    ragged = [f.name for f in dataclasses.fields(lengths) if getattr(lengths, f.name) is not None]
-    if ragged:
+    if lengths.page_table is not None:
         raise UnsupportedProblem(
-            f"block_mask with {', '.join(ragged)} is not available yet on any device; "
+            "block_mask with page_table is not available yet on any device; "
             "express the mask with mask_mod, causal, window_size or attention_chunk"
         )
-    seqlens = (q.shape[1], k.shape[1])
-    return block_structure(options.block_mask, q.shape[0], q.shape[2], seqlens, q.device)
+    packed = (lengths.cu_seqlens_q, lengths.cu_seqlens_k)
+    batch = next((p.shape[0] - 1 for p in packed if p is not None), q.shape[0])
+    seqlen_q = q.shape[1] if packed[0] is None else None
+    seqlen_k = k.shape[1] if packed[1] is None else None
+    sizes = (batch, q.shape[-2], seqlen_q, seqlen_k)
+    return block_structure(options.block_mask, sizes, q.device)
 
 
 def _requires_grad(*tensors: torch.Tensor | None) -> bool:
@@ -649,6 +652,9 @@ def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
         _check_page_table(inputs.page_table, used, problem.page_size, num_pages=k.shape[0])
     if inputs.block_mask is not None:
         inputs.block_mask.check_indices()
+        lengths_q = capacity_q or [problem.seqlen_q]
+        lengths_k = capacity_k or [problem.seqlen_k]
+        inputs.block_mask.check_lengths(max(lengths_q), max(lengths_k))
 
 
 def _to_list(tensor: torch.Tensor) -> list[int]:

@@ -7,7 +7,7 @@ dtype). What no kernel covers is refused with what each one lacks. The same tabl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -96,6 +96,7 @@ SM90 = Declaration(
             Feature.SCORE_MOD,
             Feature.MASK_MOD,
             Feature.BLOCK_SPARSITY,
+            Feature.PACK_GQA,
         }
     ),
 )
@@ -112,6 +113,7 @@ class Variant:
     block_mod: CallbackKey | None = None
     has_full_blocks: bool = False
     block_size: tuple[int, int] | None = None
+    is_mask_per_head: bool = False
 
 
 PLAIN = Variant()
@@ -235,12 +237,34 @@ def _key(
     # A packed length is a hint that must not shape code.
     seqlen_k = sm90.LONG_SEQLEN if p.is_packed_k else p.seqlen_k
     config = sm90.default_config(spec, seqlen_k, variant.block_size)
-    if variant.block_size is not None and not config.divides(variant.block_size):
+    if variant.block_size is not None and not config.divides(variant.block_size, spec):
         raise UnsupportedProblem(
             f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of (64, 16): tiles "
             f"of {declaration.kernel} must divide it"
         )
+    spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
     return KernelKey(declaration.kernel, target.arch, spec, config)
+
+
+def _pack_heads(
+    p: AttentionProblem,
+    config: sm90.ForwardConfigSm90,
+    variant: Variant,
+) -> int:
+    """Query heads in a tile: by itself only where one head's queries leave half of it empty."""
+    if p.group == 1 or p.pack_gqa is False:
+        return 1
+    packs = -(-p.group // (config.tile_m // 8))
+    heads = -(-p.group // packs)
+    if p.pack_gqa is None:
+        is_short = not p.is_packed_q and 2 * p.seqlen_q <= config.tile_m
+        return heads if is_short and not variant.is_mask_per_head else 1
+    if variant.is_mask_per_head:
+        raise UnsupportedProblem(
+            "pack_gqa is True with a block mask that has lists for each head, expected None or "
+            "False: heads that share a tile visit the same blocks"
+        )
+    return heads
 
 
 def _refusal(

@@ -42,6 +42,7 @@ class ForwardSpecialization:
     has_block_mask: bool = False
     has_full_blocks: bool = False
     block_mod: CallbackKey | None = None  # mask_mod of the block mask: partial blocks only
+    pack_heads: int = 1  # query heads of one key/value head in a tile
 
     @property
     def modifies_scores(self) -> bool:
@@ -77,6 +78,7 @@ class ForwardSpecialization:
             "packedk": self.is_packed_k,
             "usedq": self.has_seqused_q,
             "usedk": self.has_seqused_k,
+            f"pack{self.pack_heads}": self.pack_heads > 1,
             "lse": self.has_lse,
             "negated": self.negate_scores,
         }

@@ -108,7 +108,7 @@ def _matrix(what: Any, batch: int, head: int, sizes: tuple[int, int]) -> torch.T
     count = getattr(what, "kv_num_blocks", getattr(what, "mask_block_cnt", None))
     if count is not None:
         have = (count.shape[0], count.shape[1])
-        return _of_blocks(block_structure(what, *have, sizes, count.device), batch, head, sizes)
+        return _of_blocks(block_structure(what, (*have, *sizes), count.device), batch, head, sizes)
     kind = _kind_of(what)
     if callback_form(what, kind) == NATIVE:
         raise UnsupportedProblem(

@@ -151,10 +151,8 @@ def test_out_is_written_and_returned(qkv: checks.Operands):
 def test_refusals_are_value_error_and_not_implemented_error(qkv: checks.Operands):
     with pytest.raises(ValueError, match=r"^k.shape\[-1\] is 8, expected 16 \(head_dim of q\)$"):
         flash_attn_func(qkv[0], qkv[1][..., :8], qkv[2])
-    with pytest.raises(
-        NotImplementedError, match="^block_mask with seqused_k is not available yet"
-    ):
-        flash_attn_varlen_func(*qkv, seqused_k=int32(3, 4), block_mask=object())
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn: no fp8 kernel exists yet"):
+        flash_attn_func(*(tensor.to(torch.float8_e4m3fn) for tensor in qkv))
     with pytest.raises(UnsupportedProblem, match="kernel is Mine, expected None: the CPU has the"):
         flash_attn_func(*qkv, kernel=type("Mine", (), {}))
 
@@ -325,7 +323,6 @@ def test_what_is_no_tensor_is_refused_beside_tensors_on_a_gpu(
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "split_kv": {"num_splits": 2},
-    "pack_gqa": {"pack_gqa": True},
 }
 
 

@@ -1,12 +1,21 @@
 """Block masks: the lists as a kernel gets them, and the kernel on a GPU against the reference."""
 
+import itertools
+
 import checks
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flash_cute import Feature, UnsupportedProblem, flash_attn_func
+from flash_cute import (
+    Feature,
+    InvalidProblem,
+    UnsupportedProblem,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
 from flash_cute.block_mask import BlockStructure
+from flash_cute.problem import Lengths
 from flash_cute.selection import SM90
 
 BATCH, HEADS = 2, 3
@@ -36,7 +45,8 @@ def visits(blocks: BlockStructure, tile, seqlens, m_block: int, b: int = 0, h: i
     for number, (count, index) in enumerate(pairs):
         if count is None:
             continue
-        address, index_address, batch_rows, head_rows, cols = lists[5 * number : 5 * number + 5]
+        address, index_address, batch_rows, head_rows, rows, cols = lists[6 * number :][:6]
+        assert rows == count.shape[2]
         assert (address, index_address) == (count.data_ptr(), index.data_ptr())
         row = b * batch_rows + h * head_rows + m_block // sub_m
         for i in range(int(count.reshape(-1)[row]) * sub_n):
@@ -57,7 +67,7 @@ def test_lists_of_one_batch_or_head_serve_all():
     count = torch.ones(BATCH, HEADS, 2, dtype=torch.int32)
     index = torch.zeros(BATCH, HEADS, 2, 4, dtype=torch.int32)
     each = BlockStructure(count, index, None, None, (256, 256), None)
-    assert each.launch_arguments((128, 128), (512, 1024))[4:7] == (HEADS * 2, 2, 4)
+    assert each.launch_arguments((128, 128), (512, 1024))[4:8] == (HEADS * 2, 2, 2, 4)
 
 
 def test_blocks_larger_than_the_problem_are_cut_to_it():
@@ -103,7 +113,9 @@ SHAPES = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", SHAPES, ids=str)
-@pytest.mark.parametrize("block", [128, (256, 128), (128, 384), 512], ids=str)
+@pytest.mark.parametrize(
+    "block", [128, (256, 128), (128, 384), 512, 64, (64, 128), (128, 64), (320, 48)], ids=str
+)
 @pytest.mark.parametrize("mask_mod", [causal, window])
 def test_block_masks_of_torch(gpu: None, mask_mod, block, dims):
     rows, keys = 700, 1000
@@ -142,6 +154,91 @@ def test_everything_else_counts_too(gpu: None):
         "sink": torch.zeros(HEADS, device="cuda"),
     }
     check(operands(700, 1000, 128, 128, heads_kv=1), **options)
+
+
+def starts(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+LENGTHS_Q, LENGTHS_K = [130, 0, 257], [300, 64, 500]
+
+
+def packed(device: str, heads_kv: int = HEADS, d: int = 128):
+    """Packed sequences, with NaN behind the last one, and their block mask."""
+    slack = 40
+    shape = checks.Case(1, HEADS, heads_kv, sum(LENGTHS_Q) + slack, sum(LENGTHS_K) + slack, d)
+    q, k, v = (tensor[0] for tensor in checks.gaussian(shape, device))
+    for tensor in (q, k, v):
+        tensor[-slack:] = float("nan")
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    both = zip(names, (LENGTHS_Q, LENGTHS_K), strict=True)
+    return (q, k, v), {name: starts(lengths).to(device) for name, lengths in both}
+
+
+def test_packed_sequences_have_lists_of_their_own():
+    operands, lengths = packed("cpu")
+    mask = create_block_mask(window, 3, HEADS, max(LENGTHS_Q), max(LENGTHS_K), "cpu", 64)
+    got, lse = flash_attn_varlen_func(*operands, **lengths, block_mask=mask, return_lse=True)
+    same, same_lse = flash_attn_varlen_func(*operands, **lengths, mask_mod=window, return_lse=True)
+    assert torch.equal(lse[:, : sum(LENGTHS_Q)], same_lse[:, : sum(LENGTHS_Q)])
+    assert torch.equal(got[: sum(LENGTHS_Q)], same[: sum(LENGTHS_Q)])
+
+
+def test_lists_shorter_than_the_longest_sequence_are_refused():
+    operands, lengths = packed("cpu")
+    mask = create_block_mask(window, 3, HEADS, 200, max(LENGTHS_K), "cpu", 64)
+    with pytest.raises(InvalidProblem, match=r"kv_indices\.shape|kv_num_blocks\.shape.*at least 5"):
+        flash_attn_varlen_func(*operands, **lengths, block_mask=mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_kv", [1, HEADS])
+@pytest.mark.parametrize("block", [64, 128, (128, 64)], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_sequences(gpu: None, d: int, block, heads_kv: int):
+    operands, lengths = packed("cuda", heads_kv, d)
+    size = (max(LENGTHS_Q), max(LENGTHS_K))
+    for heads, pack_gqa in ((HEADS, None), (None, heads_kv == 1)):
+        mask = create_block_mask(window if heads else causal, 3, heads, *size, "cuda", block)
+        options = {**lengths, "block_mask": mask, "return_lse": True}
+        out, lse = flash_attn_varlen_func(*operands, **options, pack_gqa=pack_gqa)
+        exact = checks.oracle(*operands, Lengths(**lengths), block_mask=mask)
+        rows = slice(sum(LENGTHS_Q))
+        by_row = [(o[rows], s.movedim(-2, -1)[rows]) for o, s in ((out, lse), *exact)]
+        checks.assert_attention(*by_row)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_used_keys_end_inside_any_listed_block(gpu: None, d: int):
+    q, k, v = operands(200, 700, d, d)
+    used = torch.tensor([333, 640], dtype=torch.int32, device="cuda")
+    for b, length in enumerate(used.tolist()):
+        k[b, length:], v[b, length:] = float("nan"), float("nan")
+    mask = create_block_mask(window, BATCH, HEADS, 200, 700, "cuda", 128)
+    got = flash_attn_varlen_func(q, k, v, seqused_k=used, block_mask=mask, return_lse=True)
+    lengths = Lengths(seqused_k=used)
+    checks.assert_attention(got, *checks.oracle(q, k, v, lengths, block_mask=mask))
+
+
+@pytest.mark.gpu
+def test_rows_past_the_lists_see_nothing_on_a_gpu(gpu: None):
+    operands, lengths = packed("cuda")
+    mask = create_block_mask(causal, 3, HEADS, 128, max(LENGTHS_K), "cuda", 128)
+    out, lse = flash_attn_varlen_func(*operands, **lengths, block_mask=mask, return_lse=True)
+    rows = slice(LENGTHS_Q[0], sum(LENGTHS_Q))  # the last sequence, of 257 queries
+    assert out[rows][128:].eq(0).all() and lse[:, rows][:, 128:].eq(-torch.inf).all()
+    assert out[rows][:128].ne(0).any()
+
+
+@pytest.mark.gpu
+def test_packed_heads_share_their_lists(gpu: None):
+    tensors = operands(300, 500, 128, 128, heads_kv=1)
+    shared = create_block_mask(causal, BATCH, None, 300, 500, "cuda", 128)
+    check(tensors, block_mask=shared, pack_gqa=True)
+    each = create_block_mask(causal, BATCH, HEADS, 300, 500, "cuda", 128)
+    with pytest.raises(UnsupportedProblem, match="pack_gqa is True with a block mask that has"):
+        flash_attn_func(*tensors, block_mask=each, pack_gqa=True)
 
 
 @pytest.mark.gpu

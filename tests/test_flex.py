@@ -249,7 +249,7 @@ def test_what_is_wrong_is_named(name: str):
 def test_broken_block_masks_are_refused():
     mask = block_mask(callbacks.causal)
     with pytest.raises(InvalidProblem, match=r"block_mask.kv_num_blocks.shape\[1\] is 4, expected"):
-        block_structure(mask, BATCH, 3, (SEQLEN, SEQLEN), CPU)
+        block_structure(mask, (BATCH, 3, SEQLEN, SEQLEN), CPU)
     mask.kv_indices[0, 0, 0, 0] = 7
     with pytest.raises(InvalidProblem, match="block_mask.kv_indices is 7, expected 0 to 3"):
         flex_attention(*operands(), block_mask=mask)

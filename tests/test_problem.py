@@ -486,11 +486,9 @@ def test_refusal_comes_before_the_values_are_looked_at():
     request(**paged(page_table=int32([-1, 99], [2**31 - 1, 0])))
 
 
-def test_block_mask_of_ragged_sequences_is_refused_on_every_device():
-    with pytest.raises(
-        UnsupportedProblem, match="block_mask with cu_seqlens_q, .* is not available"
-    ):
-        request(**packed(), block_mask=object())
+def test_block_mask_of_pages_is_refused_on_every_device():
+    with pytest.raises(UnsupportedProblem, match="block_mask with page_table is not available"):
+        request(**paged(), block_mask=object())
 
 
 def test_native_callbacks_are_refused_on_the_cpu():

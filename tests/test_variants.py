@@ -10,6 +10,7 @@ import random
 import checks
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from flash_cute import flash_attn_func, flash_attn_varlen_func
 from flash_cute.problem import Lengths
@@ -35,6 +36,9 @@ FACTORS = {
     "sink": [None, torch.bfloat16, torch.float16, torch.float32],
     "scale": [None, -0.2],
     "sizes": ["long_k", "long_q", "short"],
+    "callbacks": [(), ("score_mod",), ("mask_mod",), ("score_mod", "mask_mod")],
+    "blocks": [None, 128, (64, 192)],
+    "pack_gqa": [None, True, False],
 }
 SIZES = {  # lengths of three sequences: queries, keys
     "long_k": ([130, 0, 257], [700, 64, 1023]),
@@ -79,7 +83,11 @@ def label(case: dict) -> str:
     cap = f"-cap{case['softcap']:g}" if case["softcap"] else ""
     hq, hkv = case["heads"]
     kind = f"{str(case['dtype'])[6:]}-d{d}v{dv}-h{hq}k{hkv}"
-    return f"{kind}-{mask}-{case['lengths']}-{case['sizes']}{cap}{sink}-scale{case['scale']}"
+    more = [name for name in case["callbacks"]]
+    more += [f"blocks{case['blocks']}"] if case["blocks"] else []
+    more += ["pack"] if case["pack_gqa"] else ["nopack"] if case["pack_gqa"] is False else []
+    rest = "-".join([f"{case['sizes']}{cap}{sink}", f"scale{case['scale']}", *more])
+    return f"{kind}-{mask}-{case['lengths']}-{rest}".replace(" ", "")
 
 
 def test_design_covers_every_pair_and_is_the_same_everywhere():
@@ -87,7 +95,7 @@ def test_design_covers_every_pair_and_is_the_same_everywhere():
     for (a, values_a), (b, values_b) in itertools.combinations(FACTORS.items(), 2):
         for x, y in itertools.product(values_a, values_b):
             assert ((a, str(x)), (b, str(y))) in covered
-    assert len(CASES) < 110
+    assert len(CASES) < 120
     assert [label(case) for case in covering_design()] == [label(case) for case in CASES]
 
 
@@ -133,6 +141,30 @@ def build(case: dict):
     return (q, k, v), lengths
 
 
+def modifiers(case: dict) -> dict:
+    """The callbacks and the block mask of a case."""
+    lengths_q, lengths_k = SIZES[case["sizes"]]
+    slopes = torch.linspace(0.01, 0.3, case["heads"][0], device="cuda")
+    hidden = torch.arange(2000, device="cuda") % 7 == 2
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score - slopes[h] * (q_idx - kv_idx).abs() / (b + 1)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return ~hidden[kv_idx + 3 * h] | (q_idx % 11 == b)
+
+    def of_blocks(b, h, q_idx, kv_idx):
+        return (q_idx // 150 + kv_idx // 130 + b) % 3 != 0
+
+    found = {
+        name: {"score_mod": score_mod, "mask_mod": mask_mod}[name] for name in case["callbacks"]
+    }
+    if case["blocks"]:
+        sizes = (len(lengths_q), None, max(lengths_q), max(lengths_k))
+        found["block_mask"] = create_block_mask(of_blocks, *sizes, "cuda", case["blocks"])
+    return found
+
+
 def rows_in_use(case: dict) -> torch.Tensor | slice:
     """Which rows of a packed or padded result belong to a sequence."""
     lengths_q, _ = SIZES[case["sizes"]]
@@ -154,8 +186,10 @@ def test_pairs_of_features(case: dict):
     options = {"softmax_scale": case["scale"], "softcap": case["softcap"], **case["mask"]}
     if case["sink"] is not None:
         options["sink"] = torch.linspace(-2, 3, case["heads"][0], device="cuda").to(case["sink"])
+    options |= modifiers(case)
     function = flash_attn_varlen_func if lengths else flash_attn_func
-    out, lse = function(*operands, **lengths, **options, return_lse=True)
+    pack = {"pack_gqa": case["pack_gqa"]}
+    out, lse = function(*operands, **lengths, **options, **pack, return_lse=True)
     exact, lowprec = checks.oracle(*operands, Lengths(**lengths), **options)
     keep = rows_in_use(case)
     by_row = [(o[keep], s.movedim(-2, -1)[keep]) for o, s in ((out, lse), exact, lowprec)]

@@ -75,7 +75,7 @@ def test_matrix_of_a_block_mask_tells_its_blocks_apart():
     assert (found[:32, :32] == torch.where(visible[:32, :32], Level.VISIBLE, Level.HIDDEN)).all()
     assert (found[32:64, :32] == Level.FULL).all()
     assert (found[:32, 32:] == Level.SKIPPED).all()
-    structure = block_structure(block_mask, 1, 1, (70, 90), torch.device("cpu"))
+    structure = block_structure(block_mask, (1, 1, 70, 90), torch.device("cpu"))
     assert torch.equal(mask_matrix(structure, seqlen_q=70, seqlen_k=90), found)
 
 

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int8, Int32
 
 from flash_cute.arguments import BlockBuilderArguments
-from flash_cute.device.score import load_scalars, tensor_args, tensors_from, trace_mask_mod
+from flash_cute.device.score import tensor_args, tensors_from, trace_mask_mod
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.variant import CallbackKey, callback_for
 
@@ -138,11 +138,10 @@ class BlockMaskBuilder:
         """Write the class of each block; one warp each."""
         block = self.warp_in_grid()
         if block < grid.num_blocks:
-            tensors = load_scalars(self.key, captured)
             n_block = block % grid.num_cols
             m_block = (block // grid.num_cols) % grid.num_rows
             pair = block // (grid.num_cols * grid.num_rows)
-            is_visible, is_hidden = self.seen(grid, tensors, pair, m_block, n_block)
+            is_visible, is_hidden = self.seen(grid, captured, pair, m_block, n_block)
             if cute.arch.lane_idx() == 0:
                 found = Int32(0)
                 if is_visible:
@@ -175,7 +174,8 @@ class BlockMaskBuilder:
                 kv_idx = cutlass.min(k + WARP * j + cute.arch.lane_idx(), end_k - 1)
                 for i in cutlass.range_constexpr(ROWS_PER_STEP):
                     q_idx = cutlass.min(q + i, end_q - 1)
-                    shown = trace_mask_mod(self.mask_mod, batch, head, q_idx, kv_idx, tensors, info)
+                    place = (batch, head, q_idx, [kv_idx] * self.key.width)
+                    shown = trace_mask_mod(self.mask_mod, *place, tensors, info)[0]
                     some, every = some | shown, every & shown
             is_visible = is_visible | cute.arch.vote_any_sync(some)
             is_hidden = is_hidden | cute.arch.vote_any_sync(~every)

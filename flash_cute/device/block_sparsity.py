@@ -12,9 +12,9 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 # Launch arguments: sub_m, sub_n, then per list the addresses of counts and indices, the distances
-# between batches and heads in rows of blocks (0 where one list serves all), and the columns;
-# BlockStructure.launch_arguments is the host's end of it.
-NUM_LIST_ARGS = 5
+# between batches and heads in rows of blocks (0 where one list serves all), the rows of one list
+# and the columns; BlockStructure.launch_arguments is the host's end of it.
+NUM_LIST_ARGS = 6
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,20 @@ class BlockList:
     indices: cute.Tensor
     batch_rows: Int32
     head_rows: Int32
+    num_rows: Int32  # of one batch and head
 
     @cute.jit
     def row(self, batch: Int32, head: Int32, block_row: Int32) -> Int32:
         """Index of a row of blocks among all."""
         return batch * self.batch_rows + head * self.head_rows + block_row
+
+    @cute.jit
+    def count(self, batch: Int32, head: Int32, block_row: Int32) -> Int32:
+        """Listed blocks of a row; none past the last one, where packed sequences may reach."""
+        found = Int32(0)
+        if block_row < self.num_rows:
+            found = self.counts[self.row(batch, head, block_row)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -48,22 +57,23 @@ class BlockLists:
     def counts(self, m_block: Int32, head: Int32, batch: Int32):
         """Tiles of keys to visit for a query tile: (partial ones, full ones)."""
         block_row = m_block // self.sub_m
-        num_partial = self.partial.counts[self.partial.row(batch, head, block_row)] * self.sub_n
+        num_partial = self.partial.count(batch, head, block_row) * self.sub_n
         num_full = Int32(0)
         if const_expr(self.full is not None):
-            num_full = self.full.counts[self.full.row(batch, head, block_row)] * self.sub_n
+            num_full = self.full.count(batch, head, block_row) * self.sub_n
         return num_partial, num_full
 
     @cute.jit
-    def visit(self, i: Int32, num_partial: Int32, m_block: Int32, head: Int32, batch: Int32):
-        """The i-th key tile to visit; 0 where nothing is listed."""
+    def visit(self, i: Int32, counts, m_block: Int32, head: Int32, batch: Int32):
+        """The i-th key tile to visit, with `counts` as above; 0 where nothing is listed."""
+        num_partial, num_full = counts
         block_row = m_block // self.sub_m
         n_block = Int32(0)
         if i < num_partial:
             n_block = self.listed(self.partial, i, self.partial.row(batch, head, block_row))
         elif const_expr(self.full is not None):
-            row = self.full.row(batch, head, block_row)
-            if i - num_partial < self.full.counts[row] * self.sub_n:
+            if i < num_partial + num_full:
+                row = self.full.row(batch, head, block_row)
                 n_block = self.listed(self.full, i - num_partial, row)
         return n_block
 
@@ -77,16 +87,17 @@ class BlockLists:
 def block_args(has_full: bool) -> tuple:
     """Placeholders of the launch arguments, for ``compile_args``."""
     address = cute.runtime.nullptr(Int32, cute.AddressSpace.gmem, 4)
-    one_list = (address, address, Int32(1), Int32(1), Int32(1))
+    one_list = (address, address, *[Int32(1)] * (NUM_LIST_ARGS - 2))
     return (Int32(1), Int32(1), *one_list, *(one_list if has_full else ()))
 
 
-def block_lists(args, num_rows: Int32) -> BlockLists:
-    """The lists out of their launch arguments; `num_rows` bounds batch * heads * rows."""
+def block_lists(args, num_lists: Int32) -> BlockLists:
+    """The lists out of their launch arguments; `num_lists` is batch * heads."""
     sub_m, sub_n, *rest = args
     lists: list = []
     for begin in range(0, len(rest), NUM_LIST_ARGS):
-        counts, indices, batch_rows, head_rows, cols = rest[begin : begin + NUM_LIST_ARGS]
+        counts, indices, batch_rows, head_rows, rows, cols = rest[begin : begin + NUM_LIST_ARGS]
+        num_rows = num_lists * rows
         lists.append(
             BlockList(
                 cute.make_tensor(counts, cute.make_layout(num_rows)),
@@ -95,6 +106,7 @@ def block_lists(args, num_rows: Int32) -> BlockLists:
                 ),
                 batch_rows,
                 head_rows,
+                rows,
             )
         )
     lists.append(None)

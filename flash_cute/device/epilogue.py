@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from flash_cute.device.pack_gqa import Rows
 from flash_cute.device.primitives import pack_halves, quad_transpose
 
 ELEMENTS_PER_STORE = 8
@@ -17,19 +18,19 @@ ELEMENTS_PER_STORE = 8
 @cute.jit
 def store_output(
     acc_O: cute.Tensor,
-    gO: cute.Tensor,
-    first_row: Int32,
+    mO: cute.Tensor,
+    rows: Rows,
     lane: Int32,
     num_rows: Int32,
     num_cols: Int32,
 ):
     """Store the rows of a warp; rows and columns outside the problem are dropped.
 
-    Shapes: acc_O: (rows, cols) f32, as ``as_rows_cols``; gO: (seqlen_q, head_dim_v) of one head
+    Shapes: acc_O: (rows, cols) f32, as ``as_rows_cols``; mO: (seqlen_q, head_dim_v, num_heads_q)
     """
-    dtype = gO.element_type
+    dtype = mO.element_type
     for r in cutlass.range_constexpr(cute.size(acc_O, mode=[0])):
-        row = first_row + 8 * r
+        row, gO = rows.q_idx[r], mO[None, None, rows.heads[r]]
         num_cols_thread = cute.size(acc_O, mode=[1])
         for g in cutlass.range_constexpr(num_cols_thread // ELEMENTS_PER_STORE):
             pairs = [ELEMENTS_PER_STORE * g + 2 * w for w in range(4)]
@@ -46,10 +47,12 @@ def store_output(
 
 
 @cute.jit
-def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, first_row: Int32, lane: Int32, num_rows: Int32):
-    """Store the log-sum-exp of a warp's rows; the first lane of each quad writes."""
+def store_lse(lse: cute.Tensor, mLSE: cute.Tensor, rows: Rows, lane: Int32, num_rows: Int32):
+    """Store the log-sum-exp of a warp's rows; the first lane of each quad writes.
+
+    Shapes: lse: (rows,) f32; mLSE: (seqlen_q, num_heads_q)
+    """
     if lane % 4 == 0:
         for r in cutlass.range_constexpr(cute.size(lse)):
-            row = first_row + 8 * r
-            if row < num_rows:
-                gLSE[row] = lse[r]
+            if rows.q_idx[r] < num_rows:
+                mLSE[rows.q_idx[r], rows.heads[r]] = lse[r]

@@ -6,6 +6,7 @@ are begin(i) <= j < end(i), both nondecreasing in i:
     begin  = max(0, d - left if windowed, the begin of d's chunk)
 """
 
+import typing
 from dataclasses import dataclass
 
 import cutlass
@@ -90,12 +91,12 @@ class AttentionMask:
         num_rows: cutlass.Constexpr[int],
         seqlen: SeqlenInfo,
         bounds: MaskBounds,
-        outer: BlockRange | None = None,
+        outer: typing.Any = None,
     ) -> BlockRange:
         """The blocks of `num_rows` queries.
 
         Args:
-            outer: the range of a whole tile, which that of some of its rows does not leave.
+            outer: the BlockRange of a whole tile, which that of some of its rows does not leave.
         """
         last_row = cutlass.min(first_row + num_rows, seqlen.seqlen_q) - 1
         begin = self.begin_of(first_row, seqlen, bounds) // self.tile_n
@@ -121,21 +122,21 @@ class AttentionMask:
     def apply(
         self,
         scores: cute.Tensor,
-        first_row: Int32,
+        q_idx: tuple[Int32, ...],
         first_col: Int32,
         seqlen: SeqlenInfo,
         bounds: MaskBounds,
     ):
         """Set the scores of invisible keys to -inf.
 
-        Shapes: scores: (rows, cols) of this thread, as ``as_rows_cols``; its first element is
-                score (first_row, first_col) of the sequence, rows are 8 apart
+        Shapes: scores: (rows, cols) of this thread, as ``as_rows_cols``; q_idx: the query of each
+                row; the first column is key first_col
         """
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            num_visible = self.end_of(first_row + 8 * r, seqlen, bounds) - first_col
+            num_visible = self.end_of(q_idx[r], seqlen, bounds) - first_col
             num_hidden = Int32(0)
             if const_expr(self.has_begin):
-                num_hidden = self.begin_of(first_row + 8 * r, seqlen, bounds) - first_col
+                num_hidden = self.begin_of(q_idx[r], seqlen, bounds) - first_col
             for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 is_visible = num_visible > column_offset(i)
                 if const_expr(self.has_begin):

@@ -1,5 +1,7 @@
 """Online softmax over the rows that a thread holds of the score accumulator."""
 
+import typing
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -169,12 +171,12 @@ def finalize(
     factor: cute.Tensor,
     lse: cute.Tensor,
     scale_log2: Float32,
-    sink_log2: Float32 | None,
+    sinks_log2: typing.Any,
 ):
     """Close the running softmax: what the output must be multiplied by, and the log-sum-exp.
 
-    Units:    sink_log2: one more logit of the row, times log2(e), or None; lse in natural log of
-              the scaled scores
+    Units:    sinks_log2: a tuple, one more logit a row, times log2(e), or None; lse in natural log
+              of the scaled scores
     Contract: call once per tile, after the last step; a row without a visible key gets factor 0
               and lse -inf (the sink, where there is one). The maximum is scaled exactly as in
               `softmax_step`, so its rounding cancels.
@@ -183,7 +185,8 @@ def finalize(
         total = quad_sum(row_sum[r])
         top = row_max[r] * scale_log2
         weight = Float32(1.0)
-        if const_expr(sink_log2 is not None):
+        if const_expr(sinks_log2 is not None):
+            sink_log2 = sinks_log2[r]
             top_of_keys = top
             top = cute.arch.fmax(top_of_keys, sink_log2)
             weight = exp2(top_of_keys - finite_or_zero(top))

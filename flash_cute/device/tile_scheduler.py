@@ -19,7 +19,10 @@ LANES = 32
 
 @dataclass(frozen=True)
 class Tile:
-    """One unit of work: tile_m queries of one head of one sequence. m_block -1: no work is left."""
+    """One unit of work: queries of one head, or pack of heads, of one sequence.
+
+    m_block -1: no work is left.
+    """
 
     m_block: Int32
     head: Int32
@@ -45,12 +48,12 @@ class TileScheduler:
     """
 
     num_m_blocks: Int32  # of a padded sequence
-    num_heads: Int32
+    num_heads: Int32  # of a sequence; packs of heads, where they are packed
     section: Int32
     num_ctas: Int32
     counter: cute.Pointer
     sequences: SequenceTable
-    tile_m: cutlass.Constexpr[int]
+    tile_m: cutlass.Constexpr[int]  # queries of a tile
     is_packed: cutlass.Constexpr[bool]
 
     @cute.jit

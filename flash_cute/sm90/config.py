@@ -49,6 +49,20 @@ class ForwardConfigSm90:
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (self.num_mma_warpgroups + 1)
 
+    def positions(self, spec: ForwardSpecialization) -> int:
+        """Queries of each head in a tile; all rows where heads are not packed.
+
+        With a block mask a power of two, which divides its blocks.
+        """
+        if spec.pack_heads == 1:
+            return self.tile_m
+        most = self.tile_m // spec.pack_heads
+        return 1 << most.bit_length() - 1 if spec.has_block_mask else most // 8 * 8
+
+    def rows_used(self, spec: ForwardSpecialization) -> int:
+        """Rows of a tile that hold queries."""
+        return spec.pack_heads * self.positions(spec)
+
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the K and V rings and the barriers."""
         q = self.tile_m * spec.tile_d
@@ -56,9 +70,9 @@ class ForwardConfigSm90:
         barriers = 1024
         return (q + kv) * ELEMENT_BYTES + barriers
 
-    def divides(self, block_size: tuple[int, int]) -> bool:
+    def divides(self, block_size: tuple[int, int], spec: ForwardSpecialization) -> bool:
         """Whether blocks of a block mask are whole numbers of tiles."""
-        return block_size[0] % self.tile_m == 0 and block_size[1] % self.tile_n == 0
+        return block_size[0] % self.positions(spec) == 0 and block_size[1] % self.tile_n == 0
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""
@@ -77,6 +91,8 @@ class ForwardConfigSm90:
                     f"tile_n is {self.tile_n}, expected a multiple of {4 * key.width}, since "
                     f"{key.kind}.__vec_size__ is {key.width} and a thread has tile_n / 4 columns"
                 )
+        if not 1 <= spec.pack_heads <= self.tile_m // 8:
+            broken.append(f"heads a tile are {spec.pack_heads}, at most {self.tile_m // 8}")
         smem = self.smem_bytes(spec)
         most = (SMEM_BYTES + RESERVED_SMEM_BYTES) // self.ctas_per_sm - RESERVED_SMEM_BYTES
         if smem > most:

@@ -30,6 +30,7 @@ from cutlass.memory import SmemAllocator
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device import epilogue, softmax
 from flash_cute.device.mask import AttentionMask, BlockRange
+from flash_cute.device.pack_gqa import Rows
 from flash_cute.device.primitives import (
     as_rows_cols,
     column_offset,
@@ -165,6 +166,10 @@ class FlashAttentionForwardSm90:
         v_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         c = self.start_consumer(p, smem)
+        num_used = self.config.rows_used(self.spec)
+        if const_expr(num_used < self.config.tile_m):
+            # Rows that no load writes: NaN in them would not reach the others, but cost them time.
+            self.clear_rows(c, smem.sQ[None, None, 0], Int32(num_used))
         self.grant_first_turn(c)
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
@@ -235,7 +240,7 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def receive(self, p: ForwardParams, smem: SharedTensors, slot: Int32) -> Work:
         """The announced tile."""
-        said, tile_m = self.exchange.receive(smem, slot), self.config.tile_m
+        said, tile_m = self.exchange.receive(smem, slot), p.packing.positions
         first_row = said.tile.m_block * tile_m
         blocks = self.mask.block_range(first_row, tile_m, said.seqlen, p.bounds)
         return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full)
@@ -243,11 +248,13 @@ class FlashAttentionForwardSm90:
     @cute.jit
     def visible_blocks(self, p: ForwardParams, c: Consumer, work: Work) -> Work:
         """The same work, with only those blocks that the warpgroup's own rows see any key of."""
-        first_row = work.tile.m_block * self.config.tile_m + c.warpgroup * ROWS_PER_WARPGROUP
-        blocks = self.mask.block_range(
-            first_row, ROWS_PER_WARPGROUP, work.seqlen, p.bounds, work.blocks
-        )
-        return replace(work, blocks=blocks)
+        if const_expr(p.packing.heads == 1):
+            first_row = work.tile.m_block * self.config.tile_m + c.warpgroup * ROWS_PER_WARPGROUP
+            blocks = self.mask.block_range(
+                first_row, ROWS_PER_WARPGROUP, work.seqlen, p.bounds, work.blocks
+            )
+            work = replace(work, blocks=blocks)
+        return work
 
     @cute.jit
     def skip(self, pipes: Pipes, kv_state, num_blocks: Int32):
@@ -302,10 +309,7 @@ class FlashAttentionForwardSm90:
             if work.num_partial + work.num_full == 0:
                 S.fill(-Float32.inf)
         self.first_weights(p, c, acc_S)
-        if const_expr(self.spec.is_ragged_k):
-            pipes.v.consumer_wait(v_state)
-            num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
-            self.clear_tail(c, c.sV[None, None, v_state.index], num_valid)
+        self.clear_tail(c, pipes, v_state, work, n_block)
         k_state.advance()
         return k_state
 
@@ -317,25 +321,34 @@ class FlashAttentionForwardSm90:
         return n_block
 
     @cute.jit
-    def clear_tail(self, c: Consumer, sV: cute.Tensor, num_valid: Int32):
+    def clear_tail(self, c: Consumer, pipes: Pipes, v_state, work: Work, n_block: Int32):
         """Zero the rows of a V block that belong to no key: 0 times their NaN would be NaN.
 
         Every warpgroup clears all of them for itself, so that none waits for another's turn.
         """
-        if num_valid < self.config.tile_n:
-            runs = self.spec.tile_dv // ELEMENTS_PER_RUN
-            thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-            zeros = cute.make_rmem_tensor(ELEMENTS_PER_RUN, self.dtype)
-            zeros.fill(0.0)
-            first = cutlass.max(num_valid, 0) * runs + thread
-            for i in cutlass.range(first, self.config.tile_n * runs, THREADS_PER_WARPGROUP):
-                row = i // runs
-                run = cute.local_tile(sV, (1, ELEMENTS_PER_RUN), (row, i - row * runs))
-                cute.autovec_copy(zeros, run[0, None])
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier(
-                barrier_id=Barrier.CLEARED + c.warpgroup, number_of_threads=THREADS_PER_WARPGROUP
-            )
+        if const_expr(self.spec.is_ragged_k):
+            num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
+            if num_valid < self.config.tile_n:
+                pipes.v.consumer_wait(v_state)
+                first_row = cutlass.max(num_valid, 0)
+                self.clear_rows(c, c.sV[None, None, v_state.index], first_row)
+
+    @cute.jit
+    def clear_rows(self, c: Consumer, sX: cute.Tensor, first_row: Int32):
+        """Zero the last rows of a (rows, dim) tile, from first_row on; one warpgroup."""
+        num_rows, dim = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
+        runs = dim // ELEMENTS_PER_RUN
+        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
+        zeros = cute.make_rmem_tensor(ELEMENTS_PER_RUN, self.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range(first_row * runs + thread, num_rows * runs, THREADS_PER_WARPGROUP):
+            row = i // runs
+            run = cute.local_tile(sX, (1, ELEMENTS_PER_RUN), (row, i - row * runs))
+            cute.autovec_copy(zeros, run[0, None])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(
+            barrier_id=Barrier.CLEARED + c.warpgroup, number_of_threads=THREADS_PER_WARPGROUP
+        )
 
     @cute.jit
     def step(
@@ -368,6 +381,8 @@ class FlashAttentionForwardSm90:
         self.next_weights(p, c, pipes, v_state, acc_S, is_masked)
         k_state.advance()
         v_state.advance()
+        if const_expr(self.spec.has_block_mask):  # else the last keys come first
+            self.clear_tail(c, pipes, v_state, work, n_block)
         return k_state, v_state
 
     @cute.jit
@@ -382,7 +397,7 @@ class FlashAttentionForwardSm90:
     ):
         """Everything between Q K^T and the softmax: softcap, score_mod, then the masks."""
         row, col = place
-        first_row = work.tile.m_block * self.config.tile_m + row
+        rows = p.packing.rows(work.tile, row, ROWS_PER_THREAD, work.seqlen.seqlen_q)
         first_col = n_block * self.config.tile_n + col
         if const_expr(self.spec.has_softcap):
             softmax.softcap(S, p.scale_log2, p.softcap)
@@ -391,22 +406,22 @@ class FlashAttentionForwardSm90:
         elif const_expr(self.spec.negate_scores):
             S.store(-S.load())
         if const_expr(self.spec.score_mod is not None or self.spec.mask_mod is not None):
-            self.apply_callbacks(p, S, work, first_row, first_col, is_masked)
+            self.apply_callbacks(p, S, work, rows, first_col, is_masked)
         if const_expr(self.spec.block_mod is not None and is_masked):
             if work.num_partial > 0:  # else the first block is a full one
-                self.apply_block_mod(p, S, work, first_row, first_col)
+                self.apply_block_mod(p, S, work, rows, first_col)
         if const_expr(is_masked):
-            self.mask.apply(S, first_row, first_col, work.seqlen, p.bounds)
+            self.mask.apply(S, rows.q_idx, first_col, work.seqlen, p.bounds)
         elif const_expr(self.spec.has_block_mask):
             blocks = work.blocks
             if n_block < blocks.full_begin or n_block >= blocks.full_end:
-                self.mask.apply(S, first_row, first_col, work.seqlen, p.bounds)
+                self.mask.apply(S, rows.q_idx, first_col, work.seqlen, p.bounds)
 
     def apply_callbacks(
-        self, p: ForwardParams, S: cute.Tensor, work: Work, first_row, first_col, is_edge: bool
+        self, p: ForwardParams, S: cute.Tensor, work: Work, rows: Rows, first_col, is_edge: bool
     ):
         """score_mod and mask_mod on every score of the thread."""
-        place = (work, first_row, first_col, is_edge)
+        place = (work, rows, first_col, is_edge)
         if self.score_mod is not None:
             for cells, indices in self.groups(self.score_mod, S, place):
                 scores, tensors = [S[cell] for cell in cells], p.captured.score
@@ -416,9 +431,9 @@ class FlashAttentionForwardSm90:
         if self.mask_mod is not None:
             self.hide(self.mask_mod, p.captured.mask, S, place)
 
-    def apply_block_mod(self, p: ForwardParams, S: cute.Tensor, work: Work, first_row, first_col):
+    def apply_block_mod(self, p: ForwardParams, S: cute.Tensor, work: Work, rows, first_col):
         """The block mask's own mask_mod on every score of the thread."""
-        self.hide(self.block_mod, p.captured.block, S, (work, first_row, first_col, True))
+        self.hide(self.block_mod, p.captured.block, S, (work, rows, first_col, True))
 
     def hide(self, mask_mod, tensors, S: cute.Tensor, place):
         """Set the scores that a mask_mod does not show to -inf."""
@@ -430,22 +445,22 @@ class FlashAttentionForwardSm90:
     def groups(self, callback, S: cute.Tensor, place):
         """Yield the thread's scores by the groups that a callback takes, and their indices.
 
-        Shapes: place (work, row and column of the first score, whether the block is an edge); a
-                group is its places in S and (b, h, q_idx, one kv_idx for each)
+        Shapes: place (work, rows, column of the first score, whether the block is an edge); a group
+                is its places in S and (b, h, q_idx, one kv_idx for each)
 
         Rows past the queries and, in edge blocks, columns past the keys get the index of the last
         one: their scores count for nothing, but a callback may look them up in a table.
         """
-        work, first_row, first_col, is_edge = place
+        work, rows, first_col, is_edge = place
         last_q, last_k = work.seqlen.seqlen_q - 1, cutlass.max(work.seqlen.seqlen_k - 1, 0)
         for r in range(cute.size(S, mode=[0])):
-            q_idx = cutlass.min(first_row + 8 * r, last_q)
+            h, q_idx = rows.heads[r], cutlass.min(rows.q_idx[r], last_q)
             for i in range(0, cute.size(S, mode=[1]), callback.key.width):
                 columns = range(i, i + callback.key.width)
                 kv_idx = [(first_col, column_offset(c)) for c in columns]
                 if is_edge:
                     kv_idx = [cutlass.min(col + offset, last_k) for col, offset in kv_idx]
-                yield [(r, c) for c in columns], (work.tile.batch, work.tile.head, q_idx, kv_idx)
+                yield [(r, c) for c in columns], (work.tile.batch, h, q_idx, kv_idx)
 
     def place(self, thread: Int32):
         """First row within the query tile and column within a key block of a consumer thread.
@@ -485,12 +500,12 @@ class FlashAttentionForwardSm90:
             self.weigh_speculatively(p, c, pipes, v_state, acc_S)
 
     @cute.jit
-    def close_rows(self, p: ForwardParams, c: Consumer, work: Work, factor, lse):
+    def close_rows(self, p: ForwardParams, c: Consumer, rows: Rows, factor, lse):
         """What a tile's rows of O must be multiplied by, and their log-sum-exp."""
-        sink_log2 = None
+        sinks_log2 = None
         if const_expr(self.spec.sink_dtype is not None):
-            sink_log2 = p.mSink[work.tile.head].to(Float32) * softmax.LOG2_E
-        softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sink_log2)
+            sinks_log2 = tuple(p.mSink[h].to(Float32) * softmax.LOG2_E for h in rows.heads)
+        softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sinks_log2)
 
     @cute.jit
     def weigh_exactly(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):
@@ -564,18 +579,18 @@ class FlashAttentionForwardSm90:
         tile, seqlen = work.tile, work.seqlen
         thread = fresh_thread_idx()
         lane = thread % 32
-        first_row = tile.m_block * self.config.tile_m + self.place(thread)[0]
+        rows = p.packing.rows(tile, self.place(thread)[0], ROWS_PER_THREAD, seqlen.seqlen_q)
         factor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        self.close_rows(p, c, work, factor, lse)
+        self.close_rows(p, c, rows, factor, lse)
         batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
         if const_expr(self.spec.has_lse):
-            gLSE = cute.domain_offset((seqlen.offset_q,), p.mLSE[None, tile.head, batch])
-            epilogue.store_lse(lse, gLSE, first_row, lane, seqlen.seqlen_q)
+            mLSE = cute.domain_offset((seqlen.offset_q, 0), p.mLSE[None, None, batch])
+            epilogue.store_lse(lse, mLSE, rows, lane, seqlen.seqlen_q)
         O = as_rows_cols(c.acc_O)
         softmax.scale_rows(O, factor)
-        gO = cute.domain_offset((seqlen.offset_q, 0), p.mO[None, None, tile.head, batch])
-        epilogue.store_output(O, gO, first_row, lane, seqlen.seqlen_q, p.head_dim_v)
+        mO = cute.domain_offset((seqlen.offset_q, 0, 0), p.mO[None, None, None, batch])
+        epilogue.store_output(O, mO, rows, lane, seqlen.seqlen_q, p.head_dim_v)
 
     @cute.jit
     def round_weights(self, weights, rP):

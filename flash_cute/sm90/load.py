@@ -33,7 +33,7 @@ class LoadWarp:
         while tile.m_block >= 0:
             following = Int32(0)
             seqlen = p.sequences.of(tile.batch)
-            if tile.m_block * self.config.tile_m < seqlen.seqlen_q:
+            if tile.m_block * p.packing.positions < seqlen.seqlen_q:
                 counts = self.count_blocks(p, tile)
                 tile_state = announce(smem, pipes, tile_state, tile, seqlen, counts)
                 q_state, k_state, v_state, following = self.load_tile(
@@ -63,7 +63,8 @@ class LoadWarp:
         """(partial, full) blocks that the block mask lists for a tile; empty without one."""
         counts = ()
         if const_expr(self.spec.has_block_mask):
-            counts = p.blocks.counts(tile.m_block, tile.head, tile.batch)
+            head, _ = p.packing.head(tile, Int32(0))  # lists of packed heads are the same
+            counts = p.blocks.counts(tile.m_block, head, tile.batch)
         return counts
 
     @cute.jit
@@ -80,35 +81,58 @@ class LoadWarp:
         """Load Q and all K and V of a tile; returns the advanced states and the next tile."""
         q_state, k_state, v_state = states
         tile_d, tile_dv = self.spec.tile_d, self.spec.tile_dv
-        batch_q = 0 if const_expr(self.spec.is_packed_q) else tile.batch
         batch_k = 0 if const_expr(self.spec.is_packed_k) else tile.batch
-        kv = (seqlen.offset_k, tile.head // p.group, batch_k)
-        q_copy = self.partition_tma(p.q, smem.sQ, tile_d, (seqlen.offset_q, tile.head, batch_q))
+        kv = (seqlen.offset_k, p.packing.kv_head(tile), batch_k)
         k_copy = self.partition_tma(p.k, smem.sK, tile_d, kv)
         v_copy = self.partition_tma(p.v, smem.sV, tile_dv, kv)
         # V of a block follows K of the next: the consumers ask for them in this order.
         if const_expr(self.spec.has_block_mask):
             num_partial, num_full = counts
-            n_block = p.blocks.visit(Int32(0), num_partial, tile.m_block, tile.head, tile.batch)
+            head, _ = p.packing.head(tile, Int32(0))
+            n_block = p.blocks.visit(Int32(0), counts, tile.m_block, head, tile.batch)
             k_state = self.load_listed(p, smem, pipes, k_state, k_copy, n_block)
-            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
+            q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)
             for i in cutlass.range(1, num_partial + num_full, unroll=1):
-                following = p.blocks.visit(i, num_partial, tile.m_block, tile.head, tile.batch)
+                following = p.blocks.visit(i, counts, tile.m_block, head, tile.batch)
                 k_state = self.load_listed(p, smem, pipes, k_state, k_copy, following)
                 v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
                 n_block = following
         else:
-            tile_m = self.config.tile_m
+            tile_m = p.packing.positions
             blocks = self.mask.block_range(tile.m_block * tile_m, tile_m, seqlen, p.bounds)
             last, n_block = blocks.end - 1, blocks.begin
             k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last)
-            q_state = self.load_block(p.q, pipes.q, q_state, q_copy, tile.m_block)
+            q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)
             for i in cutlass.range(last - n_block, unroll=1):
                 k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last - i - 1)
                 v_state = self.load_block(p.v, pipes.v, v_state, v_copy, last - i)
         next_tile = self.fetch_tile(p)  # its latency passes while a stage gets free
         v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
         return q_state, k_state, v_state, next_tile
+
+    @cute.jit
+    def load_queries(
+        self, p: ForwardParams, smem: SharedTensors, pipes: Pipes, state, tile, seqlen
+    ):
+        """Load the queries of every head of a tile; returns the advanced state."""
+        batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
+        positions = p.packing.positions
+        pipes.q.producer_acquire(state)
+        for i in cutlass.range_constexpr(p.packing.heads):
+            # Heads that do not exist repeat the last one, so that every tile loads as many bytes.
+            head, _ = p.packing.head(tile, Int32(i))
+            sQ = cute.domain_offset((i * positions, 0, 0), smem.sQ)
+            sQ = cute.make_tensor(sQ.iterator, p.q_box)
+            origin = (seqlen.offset_q, head, batch)
+            to_smem, from_gmem = self.partition_tma(p.q, sQ, self.spec.tile_d, origin)
+            cute.copy(
+                p.q.atom,
+                from_gmem[None, tile.m_block],
+                to_smem[None, 0],
+                tma_bar_ptr=pipes.q.producer_get_barrier(state),
+            )
+        state.advance()
+        return state
 
     def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, origin):
         """(TMA, stage) of shared memory and (TMA, block) of one head, for `load_block`."""

@@ -13,6 +13,7 @@ from cutlass.utils import hopper_helpers
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device.block_sparsity import BlockLists, block_args, block_lists
 from flash_cute.device.mask import MaskBounds
+from flash_cute.device.pack_gqa import HeadPacking
 from flash_cute.device.score import tensor_args, tensors_from
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
@@ -50,13 +51,14 @@ class ForwardParams:
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
     mSink: cute.Tensor  # (num_heads_q,)
+    q_box: cute.Layout  # shared memory of one head's queries in a tile: (positions, dim, 1)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     scheduler: TileScheduler
     sequences: SequenceTable
     bounds: MaskBounds
     head_dim_v: Int32
-    group: Int32
+    packing: HeadPacking
     scale_log2: Float32
     softcap: Float32
     captured: Captured
@@ -103,7 +105,7 @@ class LaunchDescription:
         more: the launch arguments of what callbacks captured, then those of the block lists
         """
         spec, config = self.spec, self.config
-        tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
+        tile_n, stages = config.tile_n, config.num_stages
         mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
         mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
         mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
@@ -118,8 +120,14 @@ class LaunchDescription:
         mSink = cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q))
         sequences = self.sequence_table(args)
         captured, more = self.captured(more)
+        positions = config.positions(spec)
+        q, q_box = self.tma_queries(mQ, positions)
+        group = args.num_heads_q // args.num_heads_kv
+        packs = (group + spec.pack_heads - 1) // spec.pack_heads
+        packing = HeadPacking(group, packs, spec.pack_heads, positions)
         return ForwardParams(
-            q=self.tma_operand(mQ, tile_m, spec.tile_d, 1),
+            q=q,
+            q_box=q_box,
             k=self.tma_operand(mK, tile_n, spec.tile_d, stages),
             v=self.tma_operand(mV, tile_n, spec.tile_dv, stages),
             mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
@@ -128,19 +136,19 @@ class LaunchDescription:
             mma_qk=self.tiled_mma(config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
             mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
             scheduler=TileScheduler(
-                num_m_blocks=(args.rows_q + tile_m - 1) // tile_m,
-                num_heads=args.num_heads_q,
+                num_m_blocks=(args.rows_q + positions - 1) // positions,
+                num_heads=args.num_heads_kv * packing.packs,
                 section=args.section,
                 num_ctas=args.num_ctas,
                 counter=args.tile_counter,
                 sequences=sequences,
-                tile_m=tile_m,
+                tile_m=positions,
                 is_packed=spec.is_packed_q,
             ),
             sequences=sequences,
             bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
             head_dim_v=args.head_dim_v,
-            group=args.num_heads_q // args.num_heads_kv,
+            packing=packing,
             scale_log2=args.scale_log2,
             softcap=args.softcap,
             captured=captured,
@@ -157,9 +165,9 @@ class LaunchDescription:
         return Captured(*tensors), args
 
     def block_lists(self, args: ForwardArguments, more) -> typing.Any:
-        """The lists of the block mask; there are at most as many rows as query tiles."""
-        num_rows = args.batch * args.num_heads_q * (args.rows_q // self.config.tile_m + 1)
-        return block_lists(more, num_rows) if self.spec.has_block_mask else None
+        """The lists of the block mask."""
+        num_lists = args.batch * args.num_heads_q
+        return block_lists(more, num_lists) if self.spec.has_block_mask else None
 
     def sequence_table(self, args: ForwardArguments) -> SequenceTable:
         """The lengths, with a table for each kind that the specialization has."""
@@ -191,11 +199,28 @@ class LaunchDescription:
         )
         return cute.make_tensor(getattr(args, name), layout)
 
-    def tma_operand(self, tensor, tile, tile_dim, stages) -> TmaOperand:
-        """Swizzled shared-memory layout of an operand's ring, and the TMA that fills a stage."""
+    def tma_queries(self, mQ, positions):
+        """The tile of queries, filled by a TMA for each head in it, and the part that one fills."""
+        tile_d = self.spec.tile_d
+        layout = self.smem_layout(self.config.tile_m, tile_d, 1)
+        one_head = cute.composition(layout.outer, (positions, tile_d, 1))
+        atom, coordinates = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            mQ,
+            cute.make_composed_layout(layout.inner, 0, cute.select(one_head, mode=[0, 1])),
+            (positions, tile_d),
+        )
+        return TmaOperand(atom, coordinates, layout), one_head
+
+    def smem_layout(self, tile, tile_dim, stages) -> cute.ComposedLayout:
+        """Swizzled shared-memory layout of an operand's ring."""
         kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile_dim)
         atom_layout = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        layout = cute.tile_to_shape(atom_layout, (tile, tile_dim, stages), order=(0, 1, 2))
+        return cute.tile_to_shape(atom_layout, (tile, tile_dim, stages), order=(0, 1, 2))
+
+    def tma_operand(self, tensor, tile, tile_dim, stages) -> TmaOperand:
+        """An operand's ring, and the TMA that fills a stage."""
+        layout = self.smem_layout(tile, tile_dim, stages)
         atom, coordinates = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             tensor,

@@ -110,7 +110,7 @@ class Exchange:
             )
 
         return Pipes(
-            tma(storage.q_barriers, 1, config.tile_m, spec.tile_d),
+            tma(storage.q_barriers, 1, config.rows_used(spec), spec.tile_d),
             tma(storage.k_barriers, config.num_stages, config.tile_n, spec.tile_d),
             tma(storage.v_barriers, config.num_stages, config.tile_n, spec.tile_dv),
             pipeline.PipelineAsync.create(
