@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -80,17 +80,21 @@ class BlockStructure:
     mask_mod: Callable[..., Any] | None  # None: partial blocks are visible throughout
     names: tuple[str, ...] = _TORCH_NAMES  # of the four lists, for errors
 
+    @property
+    def layout(self) -> Hashable:
+        """What of packed lists a kernel and its launch depend on, beside their addresses."""
+        full = None
+        if self.full_count is not None and self.full_index is not None:
+            full = (self.full_count.shape, self.full_index.shape)
+        return (self.block_size, self.partial_count.shape, self.partial_index.shape, full)
+
     def launch_arguments(self, tile: tuple[int, int], seqlens: tuple[int, int]) -> tuple[int, ...]:
         """Return the lists as plain integers for a kernel with that tile.
 
         In the order of device/block_sparsity.py.
         Contract: the lists must outlive the launch; they are read as int32, densely packed.
         """
-        sizes = [
-            min(size, -(-length // step) * step)  # a block may be larger than the problem
-            for size, length, step in zip(self.block_size, seqlens, tile, strict=True)
-        ]
-        arguments = [max(1, size // step) for size, step in zip(sizes, tile, strict=True)]
+        arguments = [*_tiles_per_block(self.block_size, tile, seqlens)]
         for count, index in (
             (self.partial_count, self.partial_index),
             (self.full_count, self.full_index),
@@ -102,13 +106,22 @@ class BlockStructure:
             arguments += [count.data_ptr(), index.data_ptr(), *distances, index.shape[-1]]
         return tuple(arguments)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the lists are as `launch_arguments` needs them."""
+        lists = (self.partial_count, self.partial_index, self.full_count, self.full_index)
+        for tensor in lists:
+            if tensor is not None and not (tensor.dtype is torch.int32 and tensor.is_contiguous()):
+                return False
+        return True
+
     def packed(self) -> BlockStructure:
         """Return it with lists as `launch_arguments` needs them; itself where they are."""
+        if self.is_packed:
+            return self
         names = ("partial_count", "partial_index", "full_count", "full_index")
         tensors = {name: getattr(self, name) for name in names}
         ready = {n: t if t is None else t.int().contiguous() for n, t in tensors.items()}
-        if all(ready[name] is tensors[name] for name in names):
-            return self
         return dataclasses.replace(self, **ready)
 
     @functools.cached_property
@@ -150,6 +163,17 @@ class BlockStructure:
                 refuse(what, int(index[is_bad][0]), f"0 to {cols - 1}")
 
 
+@functools.lru_cache(maxsize=1024)
+def _tiles_per_block(
+    block_size: tuple[int, int], tile: tuple[int, int], seqlens: tuple[int, int]
+) -> tuple[int, int]:
+    rows, cols = (
+        max(1, min(size, -(-length // step) * step) // step)  # a block may outgrow the problem
+        for size, length, step in zip(block_size, seqlens, tile, strict=True)
+    )
+    return rows, cols
+
+
 def _as_map(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     cols = index.shape[-1]
     used = torch.arange(cols, device=index.device) < count[..., None]
@@ -175,11 +199,9 @@ def block_structure(
         names, block_size = _OUR_NAMES, block_mask.block_size
     else:
         names, block_size = _TORCH_NAMES, _torch_block_size(block_mask, seqlens)
-    blocks = tuple(-(-length // size) for length, size in zip(seqlens, block_size, strict=True))
-    partial, full = (
-        (getattr(block_mask, names[part]), getattr(block_mask, names[part + 1])) for part in (0, 2)
-    )
-    sizes = (batch, num_heads, *blocks)
+    sizes = (batch, num_heads, -(-seqlens[0] // block_size[0]), -(-seqlens[1] // block_size[1]))
+    lists = [getattr(block_mask, name) for name in names]
+    partial, full = (lists[0], lists[1]), (lists[2], lists[3])
     _check_list(names[:2], partial, sizes, device)
     if full[0] is not None or full[1] is not None:
         _check_list(names[2:], full, sizes, device)
@@ -190,7 +212,7 @@ def block_structure(
 def _torch_block_size(block_mask: Any, seqlens: tuple[int, int]) -> tuple[int, int]:
     """Check that this is a BlockMask for those lengths; returns the size of its blocks."""
     names = ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")
-    if not all(hasattr(block_mask, name) for name in names):
+    if not all([hasattr(block_mask, name) for name in names]):
         got = f"of type {type(block_mask).__name__}"
         expected = "a torch.nn.attention.flex_attention.BlockMask, or BlockSparseTensors"
         refuse("block_mask", got, expected)
@@ -216,13 +238,13 @@ def _check_list(
             refuse(f"block_mask.{name}.dtype", tensor.dtype, torch.int32)
         if tensor.device != device:
             refuse(f"block_mask.{name}.device", tensor.device, device, "device of q")
+    shape, index_shape = count.shape, index.shape
     for axis, allowed in enumerate(((1, batch), (1, num_heads), (rows,))):
-        if count.shape[axis] not in allowed:
+        if shape[axis] not in allowed:
             expected = " or ".join(str(size) for size in sorted(set(allowed)))
-            refuse(f"block_mask.{names[0]}.shape[{axis}]", count.shape[axis], expected)
-    if tuple(index.shape[:-1]) != tuple(count.shape) or index.shape[-1] < cols:
-        expected = (*count.shape, cols)
-        refuse(f"block_mask.{names[1]}.shape", tuple(index.shape), expected)
+            refuse(f"block_mask.{names[0]}.shape[{axis}]", shape[axis], expected)
+    if index_shape[:-1] != shape or index_shape[-1] < cols:
+        refuse(f"block_mask.{names[1]}.shape", tuple(index_shape), (*shape, cols))
 
 
 def batch_of(block_mask: Any) -> int | None:

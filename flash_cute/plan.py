@@ -123,6 +123,7 @@ class LaunchPlan:
     dtype: torch.dtype
     device_index: int
     counters: TileCounters | None
+    tile: tuple[int, int]
 
     def run(
         self,
@@ -136,7 +137,7 @@ class LaunchPlan:
         Args:
             qkv: addresses of q, k, v.
             extras: addresses from cu_seqlens_q on, 0 for what is absent.
-            captured: launch arguments of the tensors that callbacks captured.
+            captured: launch arguments of the callbacks and the block mask.
         """
         stream = raw_stream(self.device_index)
         counter, counters = 0, self.counters
@@ -168,7 +169,7 @@ def make_plan(
     out_shape = (*q.shape[:-1], p.head_dim_v)
     lse_shape = result_lse_shape(problem, inputs) if p.return_lse else None
     rows_q, rows_k = q.shape[-3], k.shape[-3]
-    tile_m = kernel_key.config.tile_m
+    tile_m, tile_n = kernel_key.config.tile_m, kernel_key.config.tile_n
     blocks = rows_q // tile_m + p.batch if p.is_packed_q else p.batch * -(-rows_q // tile_m)
     num_tiles = blocks * p.num_heads_q
     if num_tiles >= 2**31 - MOST_CTAS:
@@ -205,6 +206,7 @@ def make_plan(
         dtype=p.dtype,
         device_index=q.get_device(),
         counters=tile_counters(q.get_device()) if num_ctas < num_tiles or p.is_packed_q else None,
+        tile=(tile_m, tile_n),
     )
 
 

@@ -21,7 +21,8 @@ import torch
 from flash_cute.block_mask import BlockStructure, block_structure
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.features import Feature
-from flash_cute.variant import NATIVE, Callback, as_callback, callback_form
+from flash_cute.modifiers import Modifiers
+from flash_cute.variant import NATIVE, Callback, callback_form, callback_on
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _CPU_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
@@ -283,10 +284,11 @@ class AttentionInputs:
     kernel: type[Any] | None = None
 
     @property
-    def callbacks(self) -> tuple[Callback, ...]:
-        """The callbacks that a kernel runs."""
-        found = (self.score_callback, self.mask_callback, self.block_callback)
-        return tuple(callback for callback in found if callback is not None)
+    def modifiers(self) -> Modifiers:
+        """The callbacks that a kernel runs, and its block lists."""
+        return Modifiers(
+            self.score_callback, self.mask_callback, self.block_callback, self.block_mask
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -387,15 +389,11 @@ def _callback(
     kind: str, function: Callable[..., Any] | None, device: torch.device
 ) -> Callback | None:
     """Key a callback that a kernel will run; the reference runs any function, and keys none."""
-    if function is None or device.type == "cpu":
-        return None
-    callback = as_callback(function, kind)
-    callback.check_device(device)
-    return callback
+    return None if device.type == "cpu" else callback_on(device, function, kind)
 
 
 def _captured(inputs: AttentionInputs) -> list[torch.Tensor]:
-    return [tensor for callback in inputs.callbacks for tensor in callback.tensors]
+    return [tensor for callback in inputs.modifiers.callbacks for tensor in callback.tensors]
 
 
 def _has_mask(structure: BlockStructure | None) -> bool:
