@@ -7,7 +7,7 @@ covers every option and is differentiable. There is no fallback from one to the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,10 +97,14 @@ def flash_attn_func(
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
     extras = launch.NO_EXTRAS if sink is None else (None, None, None, None, sink)
-    others = (score_mod, mask_mod, block_mask, out, kernel)
-    result, key = _repeat(q, k, v, others, (mask, numbers), extras)
-    if result is not None:
-        return result
+    given = None
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        given = (score_mod, mask_mod, block_mask)
+    key = None
+    if kernel is None:
+        result, key = launch.recall(q, k, v, (mask, numbers), extras, given, out)
+        if result is not None:
+            return result
     options = Options(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -182,10 +186,14 @@ def flash_attn_varlen_func(
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
     extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink)
-    others = (score_mod, mask_mod, block_mask, page_table, out, kernel)
-    result, key = _repeat(q, k, v, others, (mask, numbers), extras)
-    if result is not None:
-        return result
+    given = None
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        given = (score_mod, mask_mod, block_mask)
+    key = None
+    if page_table is None and kernel is None:
+        result, key = launch.recall(q, k, v, (mask, numbers), extras, given, out)
+        if result is not None:
+            return result
     options = Options(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -289,22 +297,9 @@ def reference_mask(
     return reference.visibility(problem, inputs)
 
 
-def _repeat(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    others: tuple[object, ...],
-    options: tuple[Hashable, ...],
-    extras: launch.Extras,
-) -> tuple[Result | None, Hashable]:
-    """Launch at once what was called before; calls with any of `others` go the long way."""
-    for other in others:
-        if other is not None:
-            return None, None
-    return launch.recall(q, k, v, options, extras)
-
-
-def attend(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable = None) -> Result:
+def attend(
+    problem: AttentionProblem, inputs: AttentionInputs, key: launch.Key | None = None
+) -> Result:
     """Run a validated request: a kernel on a GPU, the reference on the CPU.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -81,35 +81,52 @@ class BlockStructure:
     mask_mod: Callable[..., Any] | None  # None: partial blocks are visible throughout
     names: tuple[str, ...] = _TORCH_NAMES  # of the four lists, for errors
 
-    def launch_arguments(self, tile: tuple[int, int], seqlens: tuple[int, int]) -> tuple[int, ...]:
+    @property
+    def layout(self) -> Hashable:
+        """What of packed lists a kernel and its launch depend on, beside their addresses."""
+        full = None
+        if self.full_count is not None and self.full_index is not None:
+            full = (self.full_count.shape, self.full_index.shape)
+        return (self.block_size, self.partial_count.shape, self.partial_index.shape, full)
+
+    def launch_arguments(self, tile: tuple[int, int], rows: tuple[int, int]) -> tuple[int, ...]:
         """Return the lists as plain integers for a kernel with that tile.
+
+        Args:
+            rows: of q and k: seqlen_q and seqlen_k, or more.
 
         In the order of device/block_sparsity.py.
         Contract: the lists must outlive the launch; they are read as int32, densely packed.
         """
-        sizes = [
-            min(size, -(-length // step) * step)  # a block may be larger than the problem
-            for size, length, step in zip(self.block_size, seqlens, tile, strict=True)
-        ]
-        arguments = [max(1, size // step) for size, step in zip(sizes, tile, strict=True)]
+        arguments = [*_tiles_per_block(self.block_size, tile, rows)]
         for count, index in (
             (self.partial_count, self.partial_index),
             (self.full_count, self.full_index),
         ):
             if count is None or index is None:
                 continue
-            batch, heads, rows = count.shape
-            distances = (heads * rows if batch > 1 else 0, rows if heads > 1 else 0)
-            arguments += [count.data_ptr(), index.data_ptr(), *distances, rows, index.shape[-1]]
+            batch, heads, num_rows = count.shape
+            distances = (heads * num_rows if batch > 1 else 0, num_rows if heads > 1 else 0)
+            sizes = (num_rows, index.shape[-1])
+            arguments += [count.data_ptr(), index.data_ptr(), *distances, *sizes]
         return tuple(arguments)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the lists are as `launch_arguments` needs them."""
+        lists = (self.partial_count, self.partial_index, self.full_count, self.full_index)
+        for tensor in lists:
+            if tensor is not None and not (tensor.dtype is torch.int32 and tensor.is_contiguous()):
+                return False
+        return True
 
     def packed(self) -> BlockStructure:
         """Return it with lists as `launch_arguments` needs them; itself where they are."""
+        if self.is_packed:
+            return self
         names = ("partial_count", "partial_index", "full_count", "full_index")
         tensors = {name: getattr(self, name) for name in names}
         ready = {n: t if t is None else t.int().contiguous() for n, t in tensors.items()}
-        if all(ready[name] is tensors[name] for name in names):
-            return self
         return dataclasses.replace(self, **ready)
 
     @functools.cached_property
@@ -162,6 +179,17 @@ class BlockStructure:
                 )
 
 
+@functools.lru_cache(maxsize=1024)
+def _tiles_per_block(
+    block_size: tuple[int, int], tile: tuple[int, int], lengths: tuple[int, int]
+) -> tuple[int, int]:
+    rows, cols = (
+        max(1, min(size, -(-length // step) * step) // step)  # a block may outgrow the problem
+        for size, length, step in zip(block_size, lengths, tile, strict=True)
+    )
+    return rows, cols
+
+
 def _as_map(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     cols = index.shape[-1]
     used = torch.arange(cols, device=index.device) < count[..., None]
@@ -172,6 +200,17 @@ def _as_map(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 # Batch, heads, and lengths or numbers of blocks; None where sequences are packed: on the device.
 Sizes = tuple[int, int, int | None, int | None]
+
+
+def sizes_of(
+    q: torch.Tensor, k: torch.Tensor, packed_q: torch.Tensor | None, packed_k: torch.Tensor | None
+) -> Sizes:
+    """Return the sizes of a problem, from its tensors and the cu_seqlens of packed ones."""
+    starts = packed_q if packed_q is not None else packed_k
+    batch = q.shape[0] if starts is None else starts.shape[0] - 1
+    seqlen_q = q.shape[1] if packed_q is None else None
+    seqlen_k = k.shape[1] if packed_k is None else None
+    return batch, q.shape[-2], seqlen_q, seqlen_k
 
 
 def block_structure(block_mask: Any, sizes: Sizes, device: torch.device) -> BlockStructure:
@@ -191,9 +230,8 @@ def block_structure(block_mask: Any, sizes: Sizes, device: torch.device) -> Bloc
         names, block_size = _TORCH_NAMES, _torch_block_size(block_mask, seqlen_q, seqlen_k)
     rows = None if seqlen_q is None else -(-seqlen_q // block_size[0])
     cols = None if seqlen_k is None else -(-seqlen_k // block_size[1])
-    partial, full = (
-        (getattr(block_mask, names[part]), getattr(block_mask, names[part + 1])) for part in (0, 2)
-    )
+    lists = [getattr(block_mask, name) for name in names]
+    partial, full = (lists[0], lists[1]), (lists[2], lists[3])
     _check_list(names[:2], partial, (batch, num_heads, rows, cols), device)
     if full[0] is not None or full[1] is not None:
         _check_list(names[2:], full, (batch, num_heads, partial[0].shape[2], cols), device)
@@ -206,7 +244,7 @@ def _torch_block_size(
 ) -> tuple[int, int]:
     """Check that this is a BlockMask for those lengths; returns the size of its blocks."""
     names = ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "mask_mod", "seq_lengths")
-    if not all(hasattr(block_mask, name) for name in names):
+    if not all([hasattr(block_mask, name) for name in names]):
         got = f"of type {type(block_mask).__name__}"
         expected = "a torch.nn.attention.flex_attention.BlockMask, or BlockSparseTensors"
         refuse("block_mask", got, expected)
@@ -239,15 +277,15 @@ def _check_list(
             refuse(f"block_mask.{name}.dtype", tensor.dtype, torch.int32)
         if tensor.device != device:
             refuse(f"block_mask.{name}.device", tensor.device, device, "device of q")
-    rows = count.shape[2] if num_rows is None else num_rows
+    shape, index_shape = count.shape, index.shape
+    rows = shape[2] if num_rows is None else num_rows
     cols = 1 if num_cols is None else num_cols
     for axis, allowed in enumerate(((1, batch), (1, num_heads), (rows,))):
-        if count.shape[axis] not in allowed:
+        if shape[axis] not in allowed:
             expected = " or ".join(str(size) for size in sorted(set(allowed)))
-            refuse(f"block_mask.{names[0]}.shape[{axis}]", count.shape[axis], expected)
-    if tuple(index.shape[:-1]) != tuple(count.shape) or index.shape[-1] < cols:
-        expected = (*count.shape, cols)
-        refuse(f"block_mask.{names[1]}.shape", tuple(index.shape), expected)
+            refuse(f"block_mask.{names[0]}.shape[{axis}]", shape[axis], expected)
+    if index_shape[:-1] != shape or index_shape[-1] < cols:
+        refuse(f"block_mask.{names[1]}.shape", tuple(index_shape), (*shape, cols))
 
 
 def batch_of(block_mask: Any) -> int | None:

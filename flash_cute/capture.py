@@ -69,11 +69,19 @@ class TensorFacts:
 
 def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
     """Return what a kernel that reads `tensor` is compiled for."""
-    rank = tensor.dim()
-    strides = [-1] * rank
-    if rank and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1):
-        strides[-1] = 1
-    return TensorFacts(TENSOR_DTYPES[tensor.dtype], rank, tuple(strides))
+    return _tensor_facts(tensor.dtype, *_rank_and_unit(tensor))
+
+
+def _rank_and_unit(tensor: torch.Tensor) -> tuple[int, bool]:
+    """The rank, and whether the last stride is known to be 1."""
+    shape = tensor.shape
+    return len(shape), bool(shape) and (shape[-1] <= 1 or tensor.stride(-1) == 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _tensor_facts(dtype: torch.dtype, rank: int, has_unit: bool) -> TensorFacts:
+    strides = (-1,) * (rank - 1) + (1,) if has_unit else (-1,) * rank
+    return TensorFacts(TENSOR_DTYPES[dtype], rank, strides)
 
 
 # ---- Snapshots -----------------------------------------------------------------------------------
@@ -87,7 +95,8 @@ class Node:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+# Not frozen, as every call makes some, and a frozen dataclass takes three times as long to make.
+@dataclasses.dataclass(slots=True, eq=False)
 class Leaf(Node):
     """A value that is used as it is."""
 
@@ -98,7 +107,7 @@ class Leaf(Node):
         return self.value
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Slot(Node):
     index: int
 
@@ -106,7 +115,7 @@ class _Slot(Node):
         return stand_ins[self.index]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Group(Node):
     """Parts put together by a function of their values."""
 
@@ -281,10 +290,12 @@ _BUILTINS = (
 )
 _NAMED = {("torch._ops", "OpOverload"), ("torch._ops", "OpOverloadPacket"), ("numpy", "ufunc")}
 _UNFOLLOWED = (*_LEAF_KEYS, torch.Tensor, types.FunctionType, tuple, list, dict, functools.partial)
+_UNFOLLOWED_EXACTLY = frozenset(_UNFOLLOWED)
 
 Found = tuple[tuple[Any, ...], Node]  # the raw key of a value, and its snapshot
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_library(module: str | None) -> bool:
     return (module or "builtins").split(".")[0].lstrip("_") in LIBRARIES
 
@@ -348,6 +359,11 @@ class Walk:
 
     def _variable(self, value: Any, chains: frozenset[Chain], name: str) -> Found:
         """A variable of a function: by the attributes that are read off it, where that is all."""
+        kind = type(value)  # the usual cases first: isinstance takes a microsecond here
+        if kind in _UNFOLLOWED_EXACTLY:
+            return self.value(value, name)
+        if kind is types.ModuleType and _is_library(value.__name__):
+            return self._other(value, name)
         is_whole = () in chains or isinstance(value, _UNFOLLOWED)
         if is_whole or (isinstance(value, types.ModuleType) and _is_library(value.__name__)):
             return self.value(value, name)
@@ -390,12 +406,13 @@ class Walk:
     def _sequence(self, value: Any, name: str) -> Found:
         kind = type(value)
         found = [self.value(item, f"{name}[{i}]") for i, item in enumerate(value)]
-        is_named = issubclass(kind, tuple) and hasattr(kind, "_fields")
-        make = kind if is_named else lambda *parts: list(parts) if kind is list else kind(parts)
-        if kind not in (tuple, list, torch.Size) and not is_named:
+        keys, nodes = [key for key, _ in found], tuple([node for _, node in found])
+        if kind in (tuple, list, torch.Size):
+            return (kind.__qualname__, *keys), _Group(lambda *parts: kind(parts), nodes)
+        fields = getattr(kind, "_fields", None)
+        if fields is None or not issubclass(kind, tuple):
             self.refuse(name, value, "use a plain tuple or list")
-        raw = (kind.__qualname__, *(getattr(kind, "_fields", ())), *(key for key, _ in found))
-        return raw, _Group(make, tuple(node for _, node in found))
+        return (kind.__qualname__, *fields, *keys), _Group(kind, nodes)
 
     def _mapping(self, value: dict[Any, Any], name: str) -> Found:
         keys = [self.value(key, f"a key of {name}")[0] for key in value]
@@ -424,9 +441,10 @@ class Walk:
         self.codes.append(function.__code__)
         facts = _code_facts(function.__code__)
         self._check_code(facts, function)
-        variables = self._globals(function, facts, node)
-        closure = self._closure(function, facts, node)
-        defaults = self._defaults(function, node)
+        variables = self._globals(function, facts, node) if facts.reads_global else ()
+        closure = self._closure(function, facts, node) if function.__closure__ else ()
+        has_defaults = function.__defaults__ is not None or function.__kwdefaults__ is not None
+        defaults = self._defaults(function, node) if has_defaults else (None,)
         return ("function", facts.digest, variables, closure, defaults), node
 
     def _remember(self, value: Any, node: Node) -> None:

@@ -7,12 +7,14 @@ function takes and this one cannot do is refused.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from flash_cute import api
+from flash_cute import api, launch
 from flash_cute.block_mask import batch_of
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.problem import Options, attention_request
@@ -54,20 +56,40 @@ def flex_attention(
             require grad outside torch.no_grad().
     """
     _check_options(enable_gqa, return_lse, kernel_options, return_aux)
-    key, value = _check_tensors(query, key, value, block_mask, enable_gqa)
     has_lse = return_lse or (return_aux is not None and return_aux.lse)
-    options = Options(
-        softmax_scale=scale, score_mod=score_mod, block_mask=block_mask, return_lse=has_lse
-    )
-    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    result = api.attend(*attention_request(q, k, v, options))
+    result = space = plan_key = None
+    if _is_on_gpu(query, key, value):
+        # The kernel writes into a tensor of query's layout, so that nothing is moved afterwards.
+        space = _empty_like(query, value.shape[-1])
+        q, k, v, out = (tensor.transpose(1, 2) for tensor in (query, key, value, space))
+        given = None if score_mod is None and block_mask is None else (score_mod, None, block_mask)
+        settings = ("flex_attention", scale, enable_gqa, has_lse)
+        result, plan_key = launch.recall(q, k, v, settings, launch.NO_EXTRAS, given, out)
+    if result is None:
+        key, value = _check_tensors(query, key, value, block_mask, enable_gqa)
+        options = Options(
+            softmax_scale=scale, score_mod=score_mod, block_mask=block_mask, return_lse=has_lse
+        )
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        problem, inputs = attention_request(q, k, v, options)
+        if space is not None and not problem.requires_grad:
+            inputs = dataclasses.replace(inputs, out=space.transpose(1, 2))
+        result = api.attend(problem, inputs, plan_key)
     out, lse = result if isinstance(result, tuple) else (result, None)
-    out = _like(query, out.transpose(1, 2))
+    out = _like(query, out.transpose(1, 2)) if space is None else space
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
         return out, AuxOutput(lse=lse, max_scores=None)
     return (out, lse) if return_lse else out
+
+
+def _is_on_gpu(*tensors: Any) -> bool:
+    """Whether these are four-dimensional tensors, the first on a GPU; checks of a call follow."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+            return False
+    return tensors[0].is_cuda
 
 
 def _check_options(
@@ -129,7 +151,19 @@ def _check_tensors(
 
 def _like(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Lay out a result in memory in the order of query's dimensions, without gaps."""
-    order = sorted(range(4), key=lambda axis: (query.stride(axis), axis == 3), reverse=True)
-    order.append(order.pop(order.index(3)))  # the head dimension is the last one in memory
-    back = [order.index(axis) for axis in range(4)]
+    order, back = _memory_order(query.stride())
     return out.permute(order).contiguous().permute(back)
+
+
+def _empty_like(query: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """A tensor for the result, laid out as `_like` does."""
+    order, back = _memory_order(query.stride())
+    sizes = (*query.shape[:3], head_dim_v)
+    return query.new_empty([sizes[axis] for axis in order]).permute(back)
+
+
+@functools.lru_cache(maxsize=1024)
+def _memory_order(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions from the slowest in memory to the last, the head dimension; the inverse."""
+    order = (*sorted(range(3), key=lambda axis: strides[axis], reverse=True), 3)
+    return order, tuple(order.index(axis) for axis in range(4))

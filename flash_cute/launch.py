@@ -1,13 +1,13 @@
 """From tensors on a GPU to a launched kernel.
 
 The first call with some shapes, strides and options makes a `LaunchPlan`; later calls find it with
-one dict probe on what can be read off the tensors in two microseconds.
+one dict probe on what can be read off the tensors in two microseconds. Callbacks and block masks
+are worked out on every call, and are part of what is looked up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from flash_cute import cache, compile, selection
 from flash_cute.cache import Executable
 from flash_cute.errors import CaptureError, UnsupportedProblem
+from flash_cute.modifiers import Given, work_out
 from flash_cute.plan import (
     ALIGNMENT,
     Addresses,
@@ -39,7 +40,9 @@ EXTRAS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink")
 NO_EXTRAS: Extras = (None,) * len(EXTRAS)
 _NO_ADDRESSES: Addresses = (0,) * len(EXTRAS)
 
-_plans: dict[Hashable, LaunchPlan] = {}
+Key = tuple[Hashable, ...]  # the key of the modifiers comes first
+
+_plans: dict[Key, LaunchPlan] = {}
 
 
 def recall(
@@ -48,12 +51,17 @@ def recall(
     v: torch.Tensor,
     options: tuple[Hashable, ...],
     extras: Extras = NO_EXTRAS,
-) -> tuple[Result | None, Hashable]:
+    given: Given | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[Result | None, Key | None]:
     """Repeat a call that was made before; else (None, key), for `attention` to remember it by.
 
     The key holds all that validation, selection and the launch arguments depend on. There is none
     for what no plan covers: addresses that TMA cannot read, another device than the current one,
-    inputs that require grad.
+    inputs that require grad, block lists that have to be packed, and all that validation refuses.
+
+    Args:
+        given: the callbacks and the block mask, None where there is none of them.
     """
     try:
         dtype, index = q.dtype, q.get_device()
@@ -69,19 +77,41 @@ def recall(
         ):
             return None, None
         layouts = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+        if out is not None:
+            address = out.data_ptr()
+            if (
+                address % ALIGNMENT
+                or address in qkv
+                or out.dtype is not dtype
+                or out.get_device() != index
+                or (out.requires_grad and torch.is_grad_enabled())
+            ):
+                return None, None
+            layouts += (out.shape, out.stride())
         addresses, extra_layouts = _NO_ADDRESSES, None
         if extras is not NO_EXTRAS:
             addresses, extra_layouts = _describe(extras)
     except AttributeError:  # no tensor: validation names it
         return None, None
-    key = (layouts, dtype, index, options, extra_layouts)
+    modifiers = modifiers_key = None
+    if given is not None:
+        modifiers = work_out(given, q, k, extras[:2])
+        if modifiers is None or (torch.is_grad_enabled() and modifiers.requires_grad):
+            return None, None
+        if modifiers.blocks is not None and not modifiers.blocks.is_packed:
+            return None, None
+        modifiers_key = modifiers.key
+    key = (modifiers_key, layouts, dtype, index, options, extra_layouts)
     try:
         plan = _plans.get(key)
     except TypeError:  # an option that is no plain value: validation names it
         return None, None
     if plan is None:
         return None, key
-    return plan.run(qkv, addresses), key
+    captured: tuple[int, ...] = ()
+    if modifiers is not None:
+        captured = modifiers.launch_arguments(plan.tile, (q.shape[-3], k.shape[-3]))
+    return plan.run(qkv, addresses, out, captured), key
 
 
 def _describe(extras: Extras) -> tuple[Addresses, Hashable]:
@@ -94,7 +124,7 @@ def _describe(extras: Extras) -> tuple[Addresses, Hashable]:
     return tuple(0 if t is None else t.data_ptr() for t in extras), tuple(layouts)
 
 
-def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable = None) -> Result:
+def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Key | None = None) -> Result:
     """Run a validated problem on the GPU its tensors are on.
 
     Args:
@@ -110,24 +140,30 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Hashable 
         executable = ready_executable(kernel_key)
         given, inputs = inputs, _readable(inputs)
         plan = make_plan(problem, inputs, kernel_key, target, executable)
-        is_as_given = all(getattr(given, n) is getattr(inputs, n) for n in ("q", "k", "v", "sink"))
-        if key is not None and is_as_given and given.out is None:
+        if key is not None and _is_remembered(key, given, inputs):
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
         addresses, _ = _describe(tuple(getattr(inputs, name) for name in EXTRAS))
         qkv = (inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr())
-        more = [callback.launch_arguments() for callback in inputs.callbacks]
-        if inputs.block_mask is not None:
-            config = kernel_key.config
-            tile = (config.positions(kernel_key.spec), config.tile_n)
-            more.append(
-                inputs.block_mask.launch_arguments(tile, (problem.seqlen_q, problem.seqlen_k))
-            )
-        result = plan.run(qkv, addresses, inputs.out, tuple(itertools.chain(*more)))
+        rows = (inputs.q.shape[-3], inputs.k.shape[-3])
+        captured = inputs.modifiers.launch_arguments(plan.tile, rows)
+        result = plan.run(qkv, addresses, inputs.out, captured)
     if given.out is not None and inputs.out is None:
         return _into(given.out, result)
     return result
+
+
+def _is_remembered(key: Key, given: AttentionInputs, inputs: AttentionInputs) -> bool:
+    """Whether a plan for `inputs` is right for all calls of a key: the inputs are the given ones,
+    and their callbacks and blocks still those of the key, which another thread may have changed.
+    """
+    names = ("q", "k", "v", "sink", "out", "block_mask")
+    if any(getattr(given, name) is not getattr(inputs, name) for name in names):
+        return False
+    modifiers = inputs.modifiers
+    has_any = bool(modifiers.callbacks) or modifiers.blocks is not None
+    return key[0] == (modifiers.key if has_any else None)
 
 
 def _variant(inputs: AttentionInputs) -> selection.Variant:
@@ -147,7 +183,7 @@ def _variant(inputs: AttentionInputs) -> selection.Variant:
 def _check_indices(problem: AttentionProblem, inputs: AttentionInputs) -> None:
     """Callbacks compute with indices below INDEX_LIMIT; raises UnsupportedProblem past it."""
     longest = max(problem.batch, problem.num_heads_q, inputs.q.shape[-3], inputs.k.shape[-3])
-    if inputs.callbacks and longest > INDEX_LIMIT:
+    if inputs.modifiers.callbacks and longest > INDEX_LIMIT:
         raise UnsupportedProblem(
             f"a callback with an extent of {longest}: kernels give callbacks indices up to "
             f"{INDEX_LIMIT} only"

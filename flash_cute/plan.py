@@ -123,6 +123,7 @@ class LaunchPlan:
     dtype: torch.dtype
     device_index: int
     counters: TileCounters | None
+    tile: tuple[int, int]
 
     def run(
         self,
@@ -136,7 +137,7 @@ class LaunchPlan:
         Args:
             qkv: addresses of q, k, v.
             extras: addresses from cu_seqlens_q on, 0 for what is absent.
-            captured: launch arguments of the tensors that callbacks captured.
+            captured: launch arguments of the callbacks and the block mask.
         """
         stream = raw_stream(self.device_index)
         counter, counters = 0, self.counters
@@ -169,7 +170,7 @@ def make_plan(
     lse_shape = result_lse_shape(problem, inputs) if p.return_lse else None
     rows_q, rows_k = q.shape[-3], k.shape[-3]
     packs = p.num_heads_kv * -(-p.group // kernel_key.spec.pack_heads)
-    positions = kernel_key.config.positions(kernel_key.spec)
+    positions, tile_n = kernel_key.config.positions(kernel_key.spec), kernel_key.config.tile_n
     blocks = rows_q // positions + p.batch if p.is_packed_q else p.batch * -(-rows_q // positions)
     num_tiles = blocks * packs
     if num_tiles >= 2**31 - MOST_CTAS:
@@ -206,6 +207,7 @@ def make_plan(
         dtype=p.dtype,
         device_index=q.get_device(),
         counters=tile_counters(q.get_device()) if num_ctas < num_tiles or p.is_packed_q else None,
+        tile=(positions, tile_n),
     )
 
 

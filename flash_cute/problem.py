@@ -18,10 +18,11 @@ from typing import Any, cast
 
 import torch
 
-from flash_cute.block_mask import BlockStructure, block_structure
+from flash_cute.block_mask import BlockStructure, block_structure, sizes_of
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.features import Feature
-from flash_cute.variant import NATIVE, Callback, as_callback, callback_form
+from flash_cute.modifiers import Modifiers
+from flash_cute.variant import NATIVE, Callback, callback_form, callback_on
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _CPU_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
@@ -283,10 +284,11 @@ class AttentionInputs:
     kernel: type[Any] | None = None
 
     @property
-    def callbacks(self) -> tuple[Callback, ...]:
-        """The callbacks that a kernel runs."""
-        found = (self.score_callback, self.mask_callback, self.block_callback)
-        return tuple(callback for callback in found if callback is not None)
+    def modifiers(self) -> Modifiers:
+        """The callbacks that a kernel runs, and its block lists."""
+        return Modifiers(
+            self.score_callback, self.mask_callback, self.block_callback, self.block_mask
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -387,15 +389,11 @@ def _callback(
     kind: str, function: Callable[..., Any] | None, device: torch.device
 ) -> Callback | None:
     """Key a callback that a kernel will run; the reference runs any function, and keys none."""
-    if function is None or device.type == "cpu":
-        return None
-    callback = as_callback(function, kind)
-    callback.check_device(device)
-    return callback
+    return None if device.type == "cpu" else callback_on(device, function, kind)
 
 
 def _captured(inputs: AttentionInputs) -> list[torch.Tensor]:
-    return [tensor for callback in inputs.callbacks for tensor in callback.tensors]
+    return [tensor for callback in inputs.modifiers.callbacks for tensor in callback.tensors]
 
 
 def _has_mask(structure: BlockStructure | None) -> bool:
@@ -412,11 +410,7 @@ def _block_structure(
             "block_mask with page_table is not available yet on any device; "
             "express the mask with mask_mod, causal, window_size or attention_chunk"
         )
-    packed = (lengths.cu_seqlens_q, lengths.cu_seqlens_k)
-    batch = next((p.shape[0] - 1 for p in packed if p is not None), q.shape[0])
-    seqlen_q = q.shape[1] if packed[0] is None else None
-    seqlen_k = k.shape[1] if packed[1] is None else None
-    sizes = (batch, q.shape[-2], seqlen_q, seqlen_k)
+    sizes = sizes_of(q, k, lengths.cu_seqlens_q, lengths.cu_seqlens_k)
     return block_structure(options.block_mask, sizes, q.device)
 
 

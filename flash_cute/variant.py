@@ -39,6 +39,7 @@ call, so a captured variable that changed is seen.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -96,7 +97,7 @@ class Callback:
     @property
     def requires_grad(self) -> bool:
         """Whether a captured tensor takes part in autograd."""
-        return any(tensor.requires_grad for tensor in self.tensors)
+        return any([tensor.requires_grad for tensor in self.tensors])
 
     def with_tensors(self, stand_ins: tuple[Any, ...]) -> Callable[..., Any]:
         """Return a copy of the user's function that reads `stand_ins` in place of its tensors."""
@@ -106,10 +107,10 @@ class Callback:
         """Return the tensors as plain integers: per tensor the address, sizes and open strides."""
         arguments: list[int] = []
         for tensor, facts in zip(self.tensors, self.key.tensors, strict=True):
+            is_last_known = facts.strides[-1:] == (1,)
             arguments.append(tensor.data_ptr())
             arguments += tensor.shape
-            pairs = zip(tensor.stride(), facts.strides, strict=True)
-            arguments += [stride for stride, known in pairs if known < 0]
+            arguments += tensor.stride()[:-1] if is_last_known else tensor.stride()
         return tuple(arguments)
 
     def check_device(self, device: torch.device, why: str = "device of q") -> None:
@@ -137,23 +138,37 @@ def callback_form(function: object, kind: str) -> str:
     """
     if not callable(function):
         _refuse_form(kind, f"of type {type(function).__name__}", "a function ")
-    if isinstance(function, types.FunctionType):
-        defaults, kwdefaults = function.__defaults__ or (), function.__kwdefaults__ or {}
-        has_wrapped = hasattr(function, "__wrapped__")
-        if not has_wrapped:
-            shape = (function.__code__, len(defaults), tuple(kwdefaults))
-            return _form_of_code(*shape, kind)
+    inner, bound, bound_names = function, 0, ()
+    if type(function) is functools.partial:
+        inner, bound, bound_names = function.func, len(function.args), tuple(function.keywords)
+    if isinstance(inner, types.FunctionType) and not hasattr(function, "__wrapped__"):
+        defaults, kwdefaults = inner.__defaults__ or (), inner.__kwdefaults__ or {}
+        code = (inner.__code__, len(defaults), tuple(kwdefaults))
+        if inner is function:
+            return _form_of_code(*code, kind)
+        with contextlib.suppress(InvalidProblem):  # the message shows what the partial holds
+            if not hasattr(inner, "__wrapped__"):
+                return _form_of_code(*code, kind, bound, bound_names)
     return _form(function, kind)
 
 
 @functools.lru_cache(maxsize=4096)
 def _form_of_code(
-    code: types.CodeType, num_defaults: int, keywords: tuple[str, ...], kind: str
+    code: types.CodeType,
+    num_defaults: int,
+    keywords: tuple[str, ...],
+    kind: str,
+    num_bound: int = 0,
+    bound_names: tuple[str, ...] = (),
 ) -> str:
+    """The form of functions of some code, as they are or as a partial with so much bound."""
     cells = tuple(types.CellType() for _ in code.co_freevars)
     function = types.FunctionType(code, {}, code.co_name, (None,) * num_defaults, cells)
     function.__kwdefaults__ = dict.fromkeys(keywords)
-    return _form(function, kind)
+    if not num_bound and not bound_names:
+        return _form(function, kind)
+    bound = (None,) * num_bound
+    return _form(functools.partial(function, *bound, **dict.fromkeys(bound_names)), kind)
 
 
 def _form(function: Callable[..., Any], kind: str) -> str:
@@ -199,7 +214,7 @@ def _refuse_form(kind: str, got: str, prefix: str) -> NoReturn:
 
 _lock = threading.Lock()
 _keys: OrderedDict[Any, CallbackKey] = OrderedDict()  # by the raw key of the walk
-_callbacks: OrderedDict[CallbackKey, Callback] = OrderedDict()
+_callbacks: OrderedDict[str, Callback] = OrderedDict()  # by the digest of their keys
 
 
 def as_callback(function: Callable[..., Any], kind: str) -> Callback:
@@ -209,20 +224,32 @@ def as_callback(function: Callable[..., Any], kind: str) -> Callback:
             cannot be keyed.
     """
     form, width = callback_form(function, kind), 1
-    walk = Walk(f"{kind} {_name_of(function)!r}")
+    name = _name_of(function)
+    walk = Walk(f"{kind} {name!r}")
     if form == PORTABLE:
-        raw, node = walk.value(function, _name_of(function))
+        raw, node = walk.value(function, name)
     else:
         width = _width_of(function, walk.label)
         raw, node = _walk_native(walk, function)
-    facts = tuple(tensor_facts(tensor) for tensor in walk.tensors)
+    facts = tuple([tensor_facts(tensor) for tensor in walk.tensors])
     key = _key_of((kind, form, width, raw, facts))
     names = tuple(walk.names)
     callback = Callback(key, walk.label, node, tuple(walk.codes), names, tuple(walk.tensors))
-    if key not in _callbacks:
+    if key.digest not in _callbacks:
         with _lock:
-            _callbacks[key] = dataclasses.replace(callback, tensors=())
+            _callbacks[key.digest] = dataclasses.replace(callback, tensors=())
             _forget_oldest(_callbacks)
+    return callback
+
+
+def callback_on(
+    device: torch.device, function: Callable[..., Any] | None, kind: str
+) -> Callback | None:
+    """Work out a callback for a kernel on `device`; None is none. Raises as its two steps do."""
+    if function is None:
+        return None
+    callback = as_callback(function, kind)
+    callback.check_device(device)
     return callback
 
 
@@ -233,7 +260,7 @@ def callback_for(key: CallbackKey) -> Callback:
             key.
     """
     try:
-        return _callbacks[key]
+        return _callbacks[key.digest]
     except KeyError:
         raise UnsupportedProblem(
             f"the {key.kind} {key.digest[:12]} is not known in this process: call the attention "

@@ -11,10 +11,12 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+import toy_gpu
 
 from bench import __main__ as command
 from bench import compile as compile_bench
 from bench import compile_child, fwd, gate, host, machine, peers, report, shapes, timing
+from flash_cute.variant import as_callback
 
 pytestmark = pytest.mark.cpu
 
@@ -466,10 +468,41 @@ def test_host_table_and_verdict(capsys):
     rows = host.table({"flash_cute": fast, "FA4": slow})
     assert rows[1] == ["flash_cute", "10.00", "10.00", "0.0", "1.00"]
     assert rows[2][-1] == "3.00"
-    assert host.verdict({"flash_cute": fast}) == 0
-    assert host.verdict({"flash_cute": slow}) == 1
+    all_fast = dict.fromkeys(("flash_cute", *host.AIMS_BEYOND_US), fast)
+    assert host.verdict(all_fast) == 0
+    assert host.verdict(dict.fromkeys(all_fast, slow)) == 1
+    assert "flash_cute: 30.00 us, ABOVE the aim of 12 us" in capsys.readouterr().out
+    assert host.verdict(all_fast | {host.OUT: slow}) == 1
+    said = capsys.readouterr().out
+    assert "flash_cute out=: 20.00 us beyond flash_cute, ABOVE the aim of 3 us" in said
+    assert said.count("ABOVE") == 1
     assert host.verdict({}) == 1
-    assert "ABOVE the aim of 12 us" in capsys.readouterr().out
+    assert host.verdict({"flash_cute": fast}) == 1
+    assert "flash_cute block_mask was not timed" in capsys.readouterr().out
+
+
+def test_host_calls_repeat_on_a_toy_gpu(monkeypatch):
+    launches = toy_gpu.install(monkeypatch)
+    inputs = tuple(toy_gpu.on_gpu(torch.zeros(1, 128, 1, 128).half()) for _ in range(3))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host, "score_mod", lambda t: lambda s, b, h, i, j: s + 1)
+    monkeypatch.setattr(host, "block_mask", lambda t: None)
+    contestants, refused = host.line_up(inputs)
+    names = {contestant.name for contestant in contestants}
+    assert {"flash_cute", *host.AIMS_BEYOND_US} <= names, refused
+    num_launches, num_long = len(launches.launched), len(launches.looked_up)
+    for contestant in contestants:
+        contestant.call(1)
+    ours = [n for n in names if n.startswith(("flash_cute", "flex_attention"))]
+    assert len(launches.launched) == num_launches + len(ours)
+    assert len(launches.looked_up) == num_long, "a warm call goes the quick way"
+
+
+def test_host_callbacks_are_what_they_say():
+    inputs = (torch.zeros(1, 128, 2, 16),) * 3
+    assert len(as_callback(host.score_mod(inputs), "score_mod").tensors) == 3
+    mask = host.block_mask(inputs)
+    assert len(as_callback(mask.mask_mod, "mask_mod").tensors) == 1
 
 
 # --- compile --------------------------------------------------------------------------------------

@@ -1,12 +1,23 @@
 """Launching: plans, streams, CUDA graphs, and what must not recompile, with a GPU."""
 
 import concurrent.futures
+import itertools
+import math
 
 import checks
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from flash_cute import AttentionProblem, CaptureError, cache_info, flash_attn_func, launch, warmup
+from flash_cute import (
+    AttentionProblem,
+    CaptureError,
+    cache_info,
+    flash_attn_func,
+    flex_attention,
+    launch,
+    warmup,
+)
 from flash_cute.plan import TileCounters, contiguous_strides, is_readable, tile_counters
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +63,58 @@ def test_new_values_reach_a_repeated_call():
     k.copy_(torch.randn_like(k))
     assert not torch.equal(flash_attn_func(q, k, v), first)
     assert torch.equal(first, first)
+
+
+@pytest.mark.parametrize("entry", ["flash_attn_func", "flex_attention"])
+def test_what_callbacks_and_block_masks_hold_reaches_a_repeated_call(entry):
+    """Each call against the same one made the long way; tests/test_modifiers.py covers the rest."""
+    tensors = operands()
+    batch, seqlen, heads, _ = tensors[0].shape
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    mask = create_block_mask(causal, None, None, seqlen, seqlen, "cuda", 128)
+    later = lambda b, h, q_idx, kv_idx: q_idx < kv_idx
+    other = create_block_mask(later, None, None, seqlen, seqlen, "cuda", 128)
+    factor, slopes = 1.0, torch.ones(heads, device="cuda")
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * factor - slopes[h] * (q_idx - kv_idx).abs()
+
+    def call():
+        if entry == "flash_attn_func":
+            return flash_attn_func(*tensors, score_mod=score_mod, block_mask=mask)
+        return flex_attention(*(t.transpose(1, 2) for t in tensors), score_mod, mask)
+
+    results = []
+    changes = (None, "factor", "slopes", "lists", "mask_mod", "batch")
+    for change in changes:
+        if change == "factor":
+            factor = 0.5
+        elif change == "slopes":
+            slopes = torch.linspace(0.1, 1.0, 2 * heads, device="cuda")[::2]
+        elif change == "lists":
+            for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+                setattr(mask, name, getattr(other, name))
+        elif change == "mask_mod":
+            mask.mask_mod = other.mask_mod
+        elif change == "batch":
+            tensors = operands(batch + 1)
+        repeated = call(), call()
+        launch._plans.clear()
+        results.append(call())
+        for got in repeated:
+            checks.assert_same_bits("out", got, results[-1])
+    for one, two in itertools.pairwise(results[:-1]):
+        assert not torch.equal(one, two)
+
+
+def test_out_of_a_repeated_call_is_the_one_given():
+    q, k, v = operands()
+    expected = flash_attn_func(q, k, v)
+    wide = torch.full((*q.shape[:3], 2 * q.shape[3]), math.nan, dtype=q.dtype, device="cuda")
+    fresh = [torch.full_like(q, math.nan) for _ in range(2)]
+    for out in (*fresh, wide[..., : q.shape[3]]):
+        assert flash_attn_func(q, k, v, out=out) is out
+        checks.assert_same_bits("out", out, expected)
 
 
 def test_a_misaligned_view_follows_an_aligned_call():
