@@ -92,10 +92,12 @@ CU_SEQLENS = on_gpu(torch.tensor([0, 100, BATCH * SEQLEN], dtype=torch.int32))
 ALIBI = lambda s, b, h, i, j: s - TABLE[h] * torch.abs(i - j)
 
 
+PACKED = [on_gpu(torch.zeros(BATCH * SEQLEN, HEADS, DIM).half()) for _ in range(3)]
+
+
 def packed(**options: Any) -> Any:
-    tensors = [on_gpu(torch.zeros(BATCH * SEQLEN, HEADS, DIM).half()) for _ in range(3)]
     return flash_attn_varlen_func(
-        *tensors, cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS, **options
+        *PACKED, cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS, **options
     )
 
 
