@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import flash_cute
-from flash_cute import flash_attn_func, is_supported, reference_mask
+from flash_cute import AttentionProblem, Target, flash_attn_func, is_supported, reference_mask
 
 DTYPE = torch.bfloat16
 GPU = "cuda"
@@ -210,3 +211,40 @@ def measure(example: Example, number: int) -> None:
     rate = operations / seconds / 1e12
     sizes = f"q {tuple(q.shape)}, k {tuple(example.k.shape)}"
     print(f"  {sizes}: {seconds * 1e3:.3f} ms, {rate:.0f} TFLOP/s")
+
+
+def compile_for_hopper(
+    q: torch.Tensor, k: torch.Tensor, kernel: type[Any] | None = None, **options: Any
+) -> None:
+    """Cross-compile the kernel of a call with q and k like these, and print what came out."""
+    from flash_cute import compile, selection
+
+    problem = AttentionProblem(
+        dtype=q.dtype,
+        device=torch.device("cuda", 0),
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_k=k.shape[1],
+        num_heads_q=q.shape[2],
+        num_heads_kv=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=q.shape[3],
+        **options,
+    )
+    target = Target.from_arch("sm_90a")
+    print(f"compiling for {target.arch} (H100, H200)")
+    started = time.perf_counter()
+    key = selection.key_for(problem, target, kernel)
+    report = compile.inspect_kernel(compile.kernel_for(key), target.arch)
+    print(f"  {report.name}, compiled in {time.perf_counter() - started:.1f} s")
+    stores, loads = report.spill_store_bytes, report.spill_load_bytes
+    for what, value in (
+        ("registers per thread", report.registers),
+        ("shared memory, bytes", report.smem_bytes),
+        ("bytes spilled", None if stores is None or loads is None else stores + loads),
+        ("machine code, bytes", len(report.cubin)),
+    ):
+        print(f"  {what:<22} {'unknown' if value is None else value}")
+    for tool in report.missing:
+        print(f"  not found: {tool}")
+    print("No kernel was executed: that needs a Hopper GPU.")

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _common import time_on_gpu
+from _common import compile_for_hopper, time_on_gpu
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_cute
-from flash_cute import AttentionProblem, Target, compile, flash_attn_func, selection
+from flash_cute import flash_attn_func
 
 DTYPE = torch.bfloat16
 HEADS_Q, HEADS_KV, HEAD_DIM = 16, 4, 128
@@ -93,44 +93,8 @@ def run_on_cpu() -> None:
     out = flash_attn_func(q, k, v, causal=True)
     print(f"  {time.perf_counter() - started:.2f} s on the CPU")
     check("the reference", out, (q, k, v), pytorch_attention)
-    compile_for_hopper(batch, seqlen)
-
-
-def compile_for_hopper(batch: int, seqlen: int) -> None:
-    """Cross-compile the kernel of the same call, and print what came out."""
-    target = Target.from_arch("sm_90a")
-    problem = AttentionProblem(
-        dtype=DTYPE,
-        device=torch.device("cuda", 0),
-        batch=batch,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        num_heads_q=HEADS_Q,
-        num_heads_kv=HEADS_KV,
-        head_dim=HEAD_DIM,
-        head_dim_v=HEAD_DIM,
-        causal=True,
-    )
-    print(f"compiling the kernel of the same call for {target.arch} (H100, H200)")
-    started = time.perf_counter()
-    kernel = compile.kernel_for(selection.key_for(problem, target))
-    report = compile.inspect_kernel(kernel, target.arch)
-    print(f"  {report.name}, compiled in {time.perf_counter() - started:.1f} s")
-    for what, value in (
-        ("registers per thread", report.registers),
-        ("shared memory, bytes", report.smem_bytes),
-        ("bytes spilled", spilled_bytes(report.spill_store_bytes, report.spill_load_bytes)),
-        ("machine code, bytes", len(report.cubin)),
-    ):
-        print(f"  {what:<22} {'unknown' if value is None else value}")
-    for tool in report.missing:
-        print(f"  not found: {tool}")
-    print("No kernel was executed: that needs a Hopper GPU.")
-
-
-def spilled_bytes(stores: int | None, loads: int | None) -> int | None:
-    """Add up the two figures where both are known."""
-    return None if stores is None or loads is None else stores + loads
+    print("the kernel of the same call:")
+    compile_for_hopper(q, k, causal=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,12 @@ def flash_attn_func(
             choose; the result is the same up to rounding.
         return_lse: also return lse.
         out: tensor to write the result into, which is then returned. It must overlap no input.
-        kernel: kernel class to use instead of the package's choice, on a GPU.
+        kernel: kernel class to use instead of the package's choice, on a GPU: one of the package's,
+            or your own, which derives from it and overrides steps; it does what its base does but
+            for the Features in its `lacks` (see examples/sigmoid_attention.py). Such a class is
+            compiled once for each kind of problem, as it is at the first call, and kept in memory
+            only. What is set on it later, or in globals that it reads, changes nothing; the class
+            defined anew is another kernel, also under the same name.
 
     Shapes: q (batch, seqlen_q, num_heads_q, head_dim); k (batch, seqlen_k, num_heads_kv, head_dim);
             v (batch, seqlen_k, num_heads_kv, head_dim_v); num_heads_q a multiple of num_heads_kv.
@@ -100,11 +105,9 @@ def flash_attn_func(
     given = None
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         given = (score_mod, mask_mod, block_mask)
-    key = None
-    if kernel is None:
-        result, key = launch.recall(q, k, v, (mask, numbers), extras, given, out)
-        if result is not None:
-            return result
+    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, given, out)
+    if result is not None:
+        return result
     options = Options(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -190,8 +193,8 @@ def flash_attn_varlen_func(
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         given = (score_mod, mask_mod, block_mask)
     key = None
-    if page_table is None and kernel is None:
-        result, key = launch.recall(q, k, v, (mask, numbers), extras, given, out)
+    if page_table is None:
+        result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, given, out)
         if result is not None:
             return result
     options = Options(
@@ -330,7 +333,7 @@ def _support(problem: AttentionProblem, inputs: AttentionInputs | None) -> Suppo
         return selection.is_supported(problem)
     try:
         key = selection.key_for(problem, selection.target_of(problem), kernel)
-    except UnsupportedProblem as error:
+    except (InvalidProblem, UnsupportedProblem) as error:
         return Support(reason=str(error))
     return Support(backend=key.kernel)
 

@@ -524,7 +524,7 @@ def lookup(key: Hashable) -> Executable | None:
 class Recipe:
     """How to come by one executable; each step runs at most once per process and key."""
 
-    identity: Callable[[], Identity]  # may raise DependencyError
+    identity: Callable[[], Identity] | None  # may raise DependencyError; None: never on disk
     permit: Callable[[], None]  # raises when a build is not allowed
     build: Callable[[], Entry]
     load: Callable[[Entry], Executable]
@@ -544,8 +544,8 @@ def fetch(key: Hashable, recipe: Recipe) -> Executable:
 
 
 def _from_disk(recipe: Recipe) -> Executable:
-    disk = disk_cache()
-    if disk is None:
+    disk = None if recipe.identity is None else disk_cache()
+    if recipe.identity is None or disk is None:
         return _build(recipe)[1]
     identity = recipe.identity()
     found = _load(disk, identity, recipe)

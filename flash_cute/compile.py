@@ -49,6 +49,7 @@ from flash_cute.errors import (
     FlashCuteError,
 )
 from flash_cute.problem import AttentionProblem
+from flash_cute.subclassing import place_of
 
 
 class CompileWarning(RuntimeWarning):
@@ -66,7 +67,10 @@ class Kernel(Protocol):
 
 
 class Key(Hashable, Protocol):
-    """What compiling needs of selection's KernelKey: the rest is opaque here."""
+    """What compiling needs of selection's KernelKey: the rest is opaque here.
+
+    A key with a true `is_in_memory_only` has no text that means the same in another process.
+    """
 
     @property
     def arch(self) -> str: ...
@@ -217,7 +221,10 @@ def _run_dsl(kernel: Kernel, arch: str, options: str = "") -> Any:
     except FlashCuteError:
         raise
     except Exception as error:
-        raise CompileError(f"compiling {kernel.name} for {arch} failed: {_short(error)}") from error
+        where = place_of(error, type(kernel))
+        raise CompileError(
+            f"compiling {kernel.name} for {arch} failed{where}: {_short(error)}"
+        ) from error
 
 
 def _export(compiled: Any, path: Path, symbol: str) -> None:
@@ -325,12 +332,16 @@ def fetch(key: Key, factory: KernelFactory) -> Executable:
     """Return the compiled kernel of `key`, whose kernel object `factory(key)` builds if need be."""
     env.configure_logging(env.settings().log)
     recipe = Recipe(
-        identity=lambda: cache.identity(key, key.arch, toolkit()),
+        identity=None if _stays_here(key) else lambda: cache.identity(key, key.arch, toolkit()),
         permit=lambda: _permit(key),
         build=lambda: compile_kernel(factory(key), key.arch).entry(),
         load=load_entry,
     )
     return cache.fetch(key, recipe)
+
+
+def _stays_here(key: Key) -> bool:
+    return bool(getattr(key, "is_in_memory_only", False))
 
 
 def _permit(key: Key) -> None:
@@ -412,10 +423,11 @@ def prepare(
     line = _ProgressLine(len(keys), progress)
     with _warmup_scope():
         if jobs > 1:
-            _compile_in_processes(keys, factory, jobs, line)
+            shared = [key for key in keys if not _stays_here(key)]
+            _compile_in_processes(shared, factory, jobs, line)
         for key in keys:
             fetch(key, factory)
-            if jobs == 1:
+            if jobs == 1 or _stays_here(key):
                 line.advance()
     now = cache.cache_info()
     line.finish(

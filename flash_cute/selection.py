@@ -7,17 +7,19 @@ dtype). What no kernel covers is refused with what each one lacks. The same tabl
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
 from flash_cute import env
-from flash_cute.errors import UnsupportedProblem
+from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.features import Feature
 from flash_cute.problem import AttentionProblem, Support
 from flash_cute.sm90 import config as sm90
 from flash_cute.specialization import ForwardSpecialization
+from flash_cute.subclassing import build, lacked_features
 from flash_cute.target import Target
 from flash_cute.variant import CallbackKey
 
@@ -50,9 +52,20 @@ class Declaration:
         """Round a head dim up to one that has tiles."""
         return next(tile for tile in self.tile_head_dims if tile >= head_dim)
 
+    @property
+    def loaded_class(self) -> type[Any] | None:
+        """The declared class; None until its module is imported, which takes the DSL."""
+        return getattr(sys.modules.get(self.module), self.kernel, None)
+
     def is_class(self, kernel: type[Any]) -> bool:
-        """Whether this declares exactly that class; a subclass of it is another kernel."""
-        return (kernel.__module__, kernel.__qualname__) == (self.module, self.kernel)
+        """Whether `kernel` is the declared class or derived from it."""
+        own = self.loaded_class
+        return own is not None and issubclass(kernel, own)
+
+    def narrowed(self, kernel: type[Any]) -> Declaration:
+        """Return what such a class can do: the same, but for what it says it lacks."""
+        features = self.features - lacked_features(kernel)
+        return replace(self, kernel=kernel.__name__, features=features)
 
     def lacks(self, problem: AttentionProblem, target: Target) -> list[str]:
         """Say what keeps this kernel from running `problem` on `target`; empty if nothing does."""
@@ -130,6 +143,17 @@ class KernelKey:
 
 
 @dataclass(frozen=True)
+class SubclassKey(KernelKey):
+    """The key of a class that a user derived: of that very object, whatever its name.
+
+    A class, its helpers and the globals they use have no text to find them by in another process.
+    """
+
+    kernel_class: type[Any]
+    is_in_memory_only: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
 class BuilderKey:
     """Everything that shapes the kernels that build a block mask; any architecture runs them.
 
@@ -182,14 +206,18 @@ def key_for(
 
     Args:
         variant: the callbacks and the block mask that the problem says it has; only to compile.
-        kernel: the kernel class that must be used, one of the package's own; None leaves the choice
-            to the table.
-    Raises: UnsupportedProblem with what each candidate lacks.
+        kernel: the kernel class that must be used, one of the package's own or derived from one;
+            None leaves the choice to the table.
+    Raises: UnsupportedProblem with what each candidate lacks; InvalidProblem for a derived class
+            that asks for a config that cannot be.
     """
-    candidates = [d for d in KERNELS if kernel is None or d.is_class(kernel)]
+    candidates = list(KERNELS)
+    if kernel is not None:
+        candidates = [d.narrowed(kernel) for d in KERNELS if d.is_class(kernel)]
     for declaration in candidates:
         if not declaration.lacks(problem, target):
-            return _key(declaration, problem, target, variant)
+            is_own = any(kernel is d.loaded_class for d in KERNELS)
+            return _key(declaration, problem, target, variant, None if is_own else kernel)
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
 
 
@@ -201,6 +229,8 @@ def kernel_for(key: KernelKey | BuilderKey) -> Any:
         return BlockMaskBuilder(key.mask_mod, key.keys_per_lane)
     from flash_cute.sm90.fwd import FlashAttentionForwardSm90
 
+    if isinstance(key, SubclassKey):
+        return build(key.kernel_class, FlashAttentionForwardSm90, key.spec, key.config)
     return FlashAttentionForwardSm90(key.spec, key.config)
 
 
@@ -209,6 +239,7 @@ def _key(
     problem: AttentionProblem,
     target: Target,
     variant: Variant,
+    subclass: type[Any] | None,
 ) -> KernelKey:
     p, right = problem, problem.visible_right
     sink_dtype = SINK_DTYPE_NAMES.get(p.sink_dtype or p.dtype, "fp32") if p.has_sink else None
@@ -237,12 +268,17 @@ def _key(
     # A packed length is a hint that must not shape code.
     seqlen_k = sm90.LONG_SEQLEN if p.is_packed_k else p.seqlen_k
     config = sm90.default_config(spec, seqlen_k, variant.block_size)
+    if subclass is not None:
+        config = _asked_config(subclass, spec, config)
     if variant.block_size is not None and not config.divides(variant.block_size, spec):
         raise UnsupportedProblem(
             f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of (64, 16): tiles "
             f"of {declaration.kernel} must divide it"
         )
-    spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
+    if Feature.PACK_GQA in declaration.features:
+        spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
+    if subclass is not None:
+        return SubclassKey(declaration.kernel, target.arch, spec, config, subclass)
     return KernelKey(declaration.kernel, target.arch, spec, config)
 
 
@@ -267,6 +303,19 @@ def _pack_heads(
     return heads
 
 
+def _asked_config(
+    kernel: type[Any], spec: ForwardSpecialization, config: sm90.ForwardConfigSm90
+) -> sm90.ForwardConfigSm90:
+    """The config that a derived class wants instead of the package's choice."""
+    asked: object = kernel.config_for(spec, config)
+    hook = f"{kernel.__name__}.config_for(...)"
+    if not isinstance(asked, sm90.ForwardConfigSm90):
+        refuse(hook, repr(asked), "a ForwardConfigSm90")
+    if broken := asked.check(spec):
+        raise InvalidProblem(f"{hook} is {asked}, which cannot run: {'; '.join(broken)}")
+    return asked
+
+
 def _refusal(
     candidates: list[Declaration],
     problem: AttentionProblem,
@@ -275,7 +324,7 @@ def _refusal(
 ) -> str:
     if not candidates:
         known = ", ".join(d.kernel for d in KERNELS)
-        return f"kernel is {kernel}, expected one of {known} (the package's own classes)"
+        return f"kernel is {kernel}, expected one of {known}, or a class derived from one"
     reasons = [f"{d.kernel} lacks {'; '.join(d.lacks(problem, target))}" for d in candidates]
     advice = "the CPU reference does all of it: move the tensors with .cpu()"
     if Feature.GRADIENT in problem.required_features():

@@ -18,9 +18,11 @@ from flash_cute import Support, compile, reference_mask
 from flash_cute.variant import as_callback
 
 ROOT = Path(__file__).resolve().parent.parent
-# Every file is run; a name with an underscore is a helper, and quickstart has tests of its own.
+# Every file is run; a name with an underscore is a helper. Those that the CPU reference cannot run
+# in the place of a kernel have tests of their own, and so has quickstart.
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
-GALLERY = [name for name in EXAMPLES if name != "quickstart.py"]
+LISTED = [name for name in EXAMPLES if name != "quickstart.py"]
+GALLERY = [name for name in LISTED if name != "sigmoid_attention.py"]
 HAS_GPU = torch.cuda.is_available()
 
 
@@ -164,7 +166,7 @@ def test_example_callbacks_translate_for_a_kernel(name: str, monkeypatch: pytest
 def test_gallery_page_lists_every_example():
     page = (ROOT / "docs" / "gallery.md").read_text()
     listed = re.findall(r"^\| `(\w+\.py)` \|", page, re.M)
-    assert sorted(listed) == GALLERY
+    assert sorted(listed) == LISTED
 
 
 @pytest.mark.slow
@@ -181,6 +183,77 @@ def test_quickstart_without_gpu_compiles_and_says_that_nothing_ran(tmp_path: Pat
     assert 0 < registers <= 255 and spilled == 0
     assert 65_536 < shared <= 232_448, "q, k and v tiles live there"
     assert "No kernel was executed" in text
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU: it runs the kernel instead")
+def test_sigmoid_without_gpu_compiles_and_says_that_nothing_ran(tmp_path: Path):
+    text = run_example("sigmoid_attention.py", tmp_path / "cache")
+    assert re.search(r"flash_fwd_sm90_SigmoidAttention_bf16_d128_causal\w*, compiled in", text)
+    assert re.search(r"registers per thread +\d+\n", text)
+    assert re.search(r"bytes spilled +0\n", text)
+    assert text.endswith("No kernel was executed: that needs a Hopper GPU.\n")
+    assert not (tmp_path / "cache").exists(), "a derived class is never on disk"
+
+
+@pytest.mark.cpu
+def test_sigmoid_definition_is_the_formula(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("cutlass")
+    example, _ = load_example("sigmoid_attention.py", monkeypatch)
+    scores = torch.randn(1, 2, 5, 5, dtype=torch.float64)
+    got = example.weights(scores)
+    for i in range(5):
+        for j in range(5):
+            # sigmoid(s - log n) is 1 / (1 + n exp(-s))
+            expected = 1 / (1 + 4096 * torch.exp(-scores[..., i, j])) if j <= i else 0.0
+            assert torch.allclose(got[..., i, j], torch.as_tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("is_right", [True, False], ids=["right", "wrong"])
+def test_sigmoid_way_of_the_gpu(
+    is_right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Walk the way of a GPU with the definition in the place of the kernel."""
+    pytest.importorskip("cutlass")
+    example, common = load_example("sigmoid_attention.py", monkeypatch)
+    factor = 1.0 if is_right else 1.05
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
+    ) -> torch.Tensor:
+        assert options["causal"] is True
+        if "kernel" not in options:
+            return torch.zeros_like(q)
+        one = common.Example(q, k, v, (common.Way("", {}),), example.weights)
+        return (factor * common.by_definition(one, torch.float64)).to(q.dtype)
+
+    for module in (common, example):
+        for what, value in (("GPU", "cpu"), ("SMALL", (1, 256)), ("LARGE", (1, 512))):
+            monkeypatch.setattr(module, what, value)
+    monkeypatch.setattr(common, "flash_attn_func", attend)
+    monkeypatch.setattr(common, "is_supported", lambda *a, **k: Support(backend="a kernel"))
+    monkeypatch.setattr(common, "time_on_gpu", lambda call: 1e-3 if call() is not None else 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended GPU")
+    if not is_right:
+        with pytest.raises(SystemExit, match="kernel, sigmoid attention is wrong"):
+            example.main()
+        return
+    example.main()
+    text = capsys.readouterr().out
+    assert re.search(r"kernel, sigmoid attention: worst row: error", text)
+    assert len(re.findall(r": 1\.000 ms, \d+ TFLOP/s", text)) == 2, "sigmoid and softmax"
+    assert text.index("softmax attention") < text.rindex("TFLOP/s")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
+def test_sigmoid_with_gpu_checks_and_measures(tmp_path: Path):
+    text = run_example("sigmoid_attention.py", tmp_path / "cache")
+    assert re.search(r"kernel, sigmoid attention: worst row: error", text)
+    assert len(re.findall(r"\d+\.\d{3} ms, \d+ TFLOP/s", text)) == 2, "sigmoid and softmax"
 
 
 @pytest.mark.slow

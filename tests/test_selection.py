@@ -169,13 +169,9 @@ def test_a_kernel_class_can_be_asked_for_and_strangers_are_refused():
     pytest.importorskip("cutlass")
     from flash_cute.sm90.fwd import FlashAttentionForwardSm90
 
-    class Subclass(FlashAttentionForwardSm90):
-        pass
-
     assert selection.key_for(problem(), H200, FlashAttentionForwardSm90) == key()
-    for stranger in (Subclass, dict):
-        with pytest.raises(UnsupportedProblem, match="expected one of FlashAttentionForwardSm90"):
-            selection.key_for(problem(), H200, stranger)
+    with pytest.raises(UnsupportedProblem, match="expected one of FlashAttentionForwardSm90"):
+        selection.key_for(problem(), H200, dict)
 
 
 def specializations() -> Iterator[ForwardSpecialization]:

@@ -20,6 +20,7 @@ Budget: shared memory in ForwardConfigSm90.smem_bytes; registers per consumer th
 
 import enum
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -41,6 +42,7 @@ from flash_cute.device.score import trace_mask_mod, trace_score_mod
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Tile
 from flash_cute.errors import InvalidProblem
+from flash_cute.features import Feature
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.sm90.load import LoadWarp
 from flash_cute.sm90.params import ForwardParams, LaunchDescription
@@ -90,7 +92,24 @@ class Consumer:
 
 
 class FlashAttentionForwardSm90:
-    """One CTA = a stream of (m_block, head, batch) tiles; see the module docstring."""
+    """One CTA = a stream of (m_block, head, batch) tiles; see the module docstring.
+
+    Contract: a derived class overrides steps, usually of those under "from scores to weights", and
+              is passed as `kernel=`. It finds what is compiled in in self.spec and self.config.
+              What its steps no longer do it says in `lacks`; calls that need it are refused.
+    """
+
+    lacks: ClassVar[frozenset[Feature]] = frozenset()
+
+    @classmethod
+    def config_for(
+        cls, spec: ForwardSpecialization, config: ForwardConfigSm90
+    ) -> ForwardConfigSm90:
+        """The config to run `spec` with, given the package's choice; for subclasses to override.
+
+        Query heads are packed for the config that this returns, so spec has none packed yet.
+        """
+        return config
 
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm90):
         if broken := config.check(spec):
@@ -98,7 +117,8 @@ class FlashAttentionForwardSm90:
         self.spec, self.config = spec, config
         self.description = LaunchDescription(spec, config)
         self.dtype = self.description.dtype
-        self.name = f"flash_fwd_sm90_{spec.label}_m{config.tile_m}n{config.tile_n}"
+        owner = type(self).__name__ + "_" if type(self) is not FlashAttentionForwardSm90 else ""
+        self.name = f"flash_fwd_sm90_{owner}{spec.label}_m{config.tile_m}n{config.tile_n}"
         self.score_mod = callback_for(spec.score_mod) if spec.score_mod is not None else None
         self.mask_mod = callback_for(spec.mask_mod) if spec.mask_mod is not None else None
         self.block_mod = callback_for(spec.block_mod) if spec.block_mod is not None else None
