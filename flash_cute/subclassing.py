@@ -120,12 +120,15 @@ def place_of(error: BaseException, kernel: type[Any]) -> str:
         if (code := getattr(inspect.unwrap(value), "__code__", None)) is not None
     }
     files = {name for name in files if not Path(name).is_relative_to(_PACKAGE)}
-    found, frame = "", error.__traceback__
-    while frame is not None:
-        name, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
-        if name in files:
-            found = (
-                f" in {kernel.__name__}, {name}:{line} `{linecache.getline(name, line).strip()}`"
-            )
-        frame = frame.tb_next
+    found, raised = "", cast("BaseException | None", error)
+    while raised is not None and not found:
+        frame = raised.__traceback__
+        while frame is not None:
+            name, line = frame.tb_frame.f_code.co_filename, frame.tb_lineno
+            if name in files:
+                source = linecache.getline(name, line).strip()
+                found = f" in {kernel.__name__}, {name}:{line} `{source}`"
+            frame = frame.tb_next
+        # Some errors the DSL raises anew, from outside; what it was given hangs behind.
+        raised = raised.__cause__ or raised.__context__
     return found

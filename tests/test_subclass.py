@@ -402,6 +402,11 @@ class BrokenPlain(Base):
         return 1 / 0
 
 
+class BrokenName(Base):
+    def close_rows(self, p, c, rows, factor, lse):
+        factor.fill(no_such_name)  # noqa: F821
+
+
 class BrokenInit(Base):
     def __init__(self, spec, config):
         super().__init__(spec, config)
@@ -415,7 +420,7 @@ class Wide(Base):
         Base.finish_product(self, *arguments)
 
     def close_rows(self, params, consumer, rows, factor, lse, more=1):
-        super().close_rows(params, consumer, work, factor, lse)
+        super().close_rows(params, consumer, rows, factor, lse)
 
 
 @pytest.mark.parametrize(
@@ -457,6 +462,7 @@ def test_a_wrong_signature_of_a_mixin_is_found():
     [
         (Broken, "factor[0] = p.no_such_parameter", "no attribute 'no_such_parameter'"),
         (BrokenPlain, "return 1 / 0", "ZeroDivisionError: division by zero"),
+        (BrokenName, "factor.fill(no_such_name)  # noqa: F821", "'no_such_name' is not defined"),
     ],
 )
 def test_a_step_that_raises_is_named(kernel: type, source: str, message: str):
