@@ -50,6 +50,12 @@ class ForwardSpecialization:
         return self.has_softcap or self.score_mod is not None
 
     @property
+    def looks_up_keys(self) -> bool:
+        """Whether a callback that runs on every score loads something for each."""
+        mods = (self.score_mod, self.mask_mod)
+        return any(key is not None and key.looks_up_keys for key in mods)
+
+    @property
     def is_ragged_k(self) -> bool:
         """Whether keys end inside a tensor, with foreign rows behind them."""
         return self.is_packed_k or self.has_seqused_k

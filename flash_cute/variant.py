@@ -54,6 +54,7 @@ import torch
 
 from flash_cute.capture import TENSOR_DTYPES, Leaf, Node, TensorFacts, Walk, tensor_facts
 from flash_cute.errors import InvalidProblem, UnsupportedProblem
+from flash_cute.probe import looks_up_keys
 
 PORTABLE, NATIVE = "portable", "native"
 PARAMETERS = {
@@ -78,6 +79,7 @@ class CallbackKey:
     digest: str
     tensors: tuple[TensorFacts, ...] = ()
     width: int = 1  # scores of a call: __vec_size__ of a native callback
+    looks_up_keys: bool = False  # tables are indexed by kv_idx, which chooses tiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -232,7 +234,7 @@ def as_callback(function: Callable[..., Any], kind: str) -> Callback:
         width = _width_of(function, walk.label)
         raw, node = _walk_native(walk, function)
     facts = tuple([tensor_facts(tensor) for tensor in walk.tensors])
-    key = _key_of((kind, form, width, raw, facts))
+    key = _key_of((kind, form, width, raw, facts), node)
     names = tuple(walk.names)
     callback = Callback(key, walk.label, node, tuple(walk.codes), names, tuple(walk.tensors))
     if key.digest not in _callbacks:
@@ -298,13 +300,18 @@ def _walk_native(walk: Walk, function: Callable[..., Any]) -> tuple[Any, Node]:
     return (raw, slots), Leaf(function)
 
 
-def _key_of(raw: tuple[Any, ...]) -> CallbackKey:
+def _key_of(raw: tuple[Any, ...], node: Node) -> CallbackKey:
     key = _keys.get(raw)
     if key is None:
         # repr tells apart all that a raw key is made of: strings, numbers, None, tuples, facts.
         digest = hashlib.sha256(repr(raw).encode()).hexdigest()
         kind, form, width, _, facts = raw
         key = CallbackKey(kind, form, digest, facts, width)
+        if form == PORTABLE:
+            by_key = looks_up_keys(lambda found: node.build(found, {}), facts, PARAMETERS[kind])
+        else:  # it cannot be called here; a table of one dimension is mostly one of heads
+            by_key = any(fact.rank > 1 for fact in facts)
+        key = dataclasses.replace(key, looks_up_keys=by_key)
         with _lock:
             _keys[raw] = key
             _forget_oldest(_keys)

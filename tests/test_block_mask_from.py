@@ -534,9 +534,11 @@ def test_attention_takes_it_on_a_gpu(hopper: None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_full", [True, False])
 def test_tensors_on_a_gpu(hopper: None, has_full: bool):
-    mask = create_block_mask(
-        window, 2, HEADS, 700, 1000, "cuda", (128, 256), separate_full_blocks=has_full
-    )
+    mask = create_block_mask(window, 2, HEADS, 700, 1000, "cuda", (128, 256))
+    if not has_full:  # full blocks become hidden ones
+        lists = (mask.kv_num_blocks, mask.kv_indices)
+        options = {"BLOCK_SIZE": (128, 256), "mask_mod": window, "seq_lengths": (700, 1000)}
+        mask = BlockMask.from_kv_blocks(*lists, **options)
     tensors = operands("cuda", 700, 1000, 128)
     mine = tensors_of(mask)
     got = flash_attn_func(*tensors, block_mask=mine, return_lse=True)

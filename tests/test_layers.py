@@ -23,7 +23,7 @@ PACKAGE = "flash_cute"
 
 LAYERS = {
     "errors": 0, "env": 0, "target": 0, "features": 0,
-    "arguments": 1, "specialization": 1, "capture": 1, "variant": 1, "block_mask": 1,
+    "arguments": 1, "specialization": 1, "capture": 1, "probe": 1, "variant": 1, "block_mask": 1,
     "modifiers": 1, "problem": 1, "reference": 1,
     "device": 2,
     "sm80": 3, "sm90": 3, "sm100": 3,

@@ -31,17 +31,24 @@ class BlockList:
     num_rows: Int32  # of one batch and head
 
     @cute.jit
-    def row(self, batch: Int32, head: Int32, block_row: Int32) -> Int32:
-        """Index of a row of blocks among all."""
-        return batch * self.batch_rows + head * self.head_rows + block_row
+    def head_of(self, batch: Int32, head: Int32, block_row: Int32):
+        """(listed blocks, index of the row among all, first block) of a row of blocks.
 
-    @cute.jit
-    def count(self, batch: Int32, head: Int32, block_row: Int32) -> Int32:
-        """Listed blocks of a row; none past the last one, where packed sequences may reach."""
-        found = Int32(0)
-        if block_row < self.num_rows:
-            found = self.counts[self.row(batch, head, block_row)]
-        return found
+        None are listed past the last row, where packed sequences may reach.
+        """
+        within = cutlass.min(block_row, self.num_rows - 1)
+        row = batch * self.batch_rows + head * self.head_rows + within
+        count = cutlass.select_(block_row < self.num_rows, self.counts[row], Int32(0))
+        return count, row, self.indices[row, 0]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the load warp is in the lists: column of one, tile within the block, key tile."""
+
+    column: Int32
+    sub: Int32
+    n_block: Int32
 
 
 @dataclass(frozen=True)
@@ -54,34 +61,35 @@ class BlockLists:
     sub_n: Int32
 
     @cute.jit
-    def counts(self, m_block: Int32, head: Int32, batch: Int32):
-        """Tiles of keys to visit for a query tile: (partial ones, full ones)."""
+    def open(self, m_block: Int32, head: Int32, batch: Int32):
+        """The lists of a query tile: (partial, full) tiles to visit, their rows, the first place.
+
+        What is read does not depend on one another, so that the latencies pass together. Where
+        nothing is listed the first place is key tile 0.
+        """
         block_row = m_block // self.sub_m
-        num_partial = self.partial.count(batch, head, block_row) * self.sub_n
-        num_full = Int32(0)
+        partial_count, partial_row, n_block = self.partial.head_of(batch, head, block_row)
+        full_count, full_row = Int32(0), Int32(0)
         if const_expr(self.full is not None):
-            num_full = self.full.count(batch, head, block_row) * self.sub_n
-        return num_partial, num_full
+            full_count, full_row, full_block = self.full.head_of(batch, head, block_row)
+            n_block = cutlass.select_(partial_count > 0, n_block, full_block)
+        n_block = cutlass.select_(partial_count + full_count > 0, n_block * self.sub_n, Int32(0))
+        counts = (partial_count * self.sub_n, full_count * self.sub_n)
+        return counts, (partial_row, full_row), Place(Int32(0), Int32(0), n_block)
 
     @cute.jit
-    def visit(self, i: Int32, counts, m_block: Int32, head: Int32, batch: Int32):
-        """The i-th key tile to visit, with `counts` as above; 0 where nothing is listed."""
-        num_partial, num_full = counts
-        block_row = m_block // self.sub_m
-        n_block = Int32(0)
-        if i < num_partial:
-            n_block = self.listed(self.partial, i, self.partial.row(batch, head, block_row))
-        elif const_expr(self.full is not None):
-            if i < num_partial + num_full:
-                row = self.full.row(batch, head, block_row)
-                n_block = self.listed(self.full, i - num_partial, row)
-        return n_block
-
-    @cute.jit
-    def listed(self, blocks: BlockList, i: Int32, row: Int32) -> Int32:
-        """Key tile number i of a list."""
-        column = i // self.sub_n
-        return blocks.indices[row, column] * self.sub_n + i - column * self.sub_n
+    def advance(self, place: Place, i: Int32, num_partial: Int32, rows):
+        """The place of the i-th key tile, from that of the one before."""
+        column, sub, n_block = place.column, place.sub + 1, place.n_block + 1
+        if sub == self.sub_n:
+            sub, column = Int32(0), column + 1
+            if i == num_partial:
+                column = Int32(0)
+            if i < num_partial:
+                n_block = self.partial.indices[rows[0], column] * self.sub_n
+            elif const_expr(self.full is not None):
+                n_block = self.full.indices[rows[1], column] * self.sub_n
+        return Place(column, sub, n_block)
 
 
 def block_args(has_full: bool) -> tuple:

@@ -131,6 +131,9 @@ def default_config(
 def _dense_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm90:
     tile_d, tile_dv = spec.tile_d, spec.tile_dv
     is_busy = _is_busy(spec)
+    if spec.looks_up_keys:  # a load for every score in flight
+        tile_n = {64: 96, 96: 64, 128: 64, 192: 64, 256: 32}[tile_d]
+        return ForwardConfigSm90(128, tile_n, use_ping_pong=False)
     if tile_d == 64:
         if is_busy or (spec.is_causal and seqlen_k <= SHORT_SEQLEN):
             return ForwardConfigSm90(128, 128)
@@ -162,9 +165,10 @@ def _sparse_config(spec: ForwardSpecialization, block_size: tuple[int, int]) -> 
     largest_n = 64 if is_small else 128
     fitting = [n for n in range(16, largest_n + 1, 16) if block_size[1] % n == 0]
     tile_n = max(fitting, default=largest_n)
-    config = ForwardConfigSm90(tile_m, tile_n, regs_load=56, regs_mma=224, use_ping_pong=False)
+    config = ForwardConfigSm90(tile_m, tile_n, regs_load=56, regs_mma=224)
     if tile_m == 128:
         return config
+    config = replace(config, use_ping_pong=False)
     # One warpgroup: two CTAs overlap instead, where shared memory has room.
     halved = replace(config, ctas_per_sm=2, regs_mma=200)
     return replace(config, regs_mma=240) if halved.check(spec) else halved

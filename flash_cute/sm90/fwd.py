@@ -253,8 +253,18 @@ class FlashAttentionForwardSm90:
         num_left = cutlass.max(work.num_partial - 1, 0)
         for _ in cutlass.range(num_left, unroll=1):
             k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, None, True)
-        for _ in cutlass.range(work.num_partial + work.num_full - 1 - num_left, unroll=1):
-            k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, None, False)
+        num_full = work.num_partial + work.num_full - 1 - num_left
+        num_edges = num_full
+        if const_expr(not self.mask.has_end and not self.mask.has_begin):
+            # Blocks that end with the keys hide nothing: a loop without the question.
+            is_even = work.seqlen.seqlen_k % (p.blocks.sub_n * self.config.tile_n) == 0
+            num_edges = cutlass.select_(is_even, Int32(0), num_full)
+            for _ in cutlass.range(num_full - num_edges, unroll=1):
+                kv_state = (k_state, v_state)
+                k_state, v_state = self.step(p, c, pipes, kv_state, work, None, False)
+        for _ in cutlass.range(num_edges, unroll=1):
+            kv_state = (k_state, v_state)
+            k_state, v_state = self.step(p, c, pipes, kv_state, work, None, False, True)
         return k_state, v_state
 
     @cute.jit
@@ -380,8 +390,12 @@ class FlashAttentionForwardSm90:
         work: Work,
         n_block: Int32 | None,
         is_masked: cutlass.Constexpr[bool],
+        may_be_edge: cutlass.Constexpr[bool] = False,
     ):
         """One block: S of this one and O of the one before share the tensor cores, then softmax.
+
+        Args:
+            may_be_edge: it is not masked throughout, but the mask may cut it.
 
         Contract: returns the advanced (k_state, v_state), which the caller rebinds.
         """
@@ -397,7 +411,8 @@ class FlashAttentionForwardSm90:
         place = self.place(fresh_thread_idx())  # while the product is under way
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.modify_scores(p, as_rows_cols(acc_S), work, n_block, place, is_masked)
+        S = as_rows_cols(acc_S)
+        self.modify_scores(p, S, work, n_block, place, is_masked, may_be_edge)
         self.next_weights(p, c, pipes, v_state, acc_S, is_masked)
         k_state.advance()
         v_state.advance()
@@ -414,6 +429,7 @@ class FlashAttentionForwardSm90:
         n_block: Int32,
         place,
         is_masked: cutlass.Constexpr[bool],
+        may_be_edge: cutlass.Constexpr[bool] = False,
     ):
         """Everything between Q K^T and the softmax: softcap, score_mod, then the masks."""
         row, col = place
@@ -432,7 +448,7 @@ class FlashAttentionForwardSm90:
                 self.apply_block_mod(p, S, work, rows, first_col)
         if const_expr(is_masked):
             self.mask.apply(S, rows.q_idx, first_col, work.seqlen, p.bounds)
-        elif const_expr(self.spec.has_block_mask):
+        elif const_expr(may_be_edge):
             blocks = work.blocks
             if n_block < blocks.full_begin or n_block >= blocks.full_end:
                 self.mask.apply(S, rows.q_idx, first_col, work.seqlen, p.bounds)

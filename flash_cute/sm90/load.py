@@ -34,10 +34,10 @@ class LoadWarp:
             following = Int32(0)
             seqlen = p.sequences.of(tile.batch)
             if tile.m_block * p.packing.positions < seqlen.seqlen_q:
-                counts = self.count_blocks(p, tile)
-                tile_state = announce(smem, pipes, tile_state, tile, seqlen, counts)
+                lists = self.open_lists(p, tile)
+                tile_state = announce(smem, pipes, tile_state, tile, seqlen, lists[0])
                 q_state, k_state, v_state, following = self.load_tile(
-                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen, counts
+                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen, lists
                 )
             else:
                 following = self.fetch_tile(p)
@@ -59,13 +59,13 @@ class LoadWarp:
         return following
 
     @cute.jit
-    def count_blocks(self, p: ForwardParams, tile: Tile):
-        """(partial, full) blocks that the block mask lists for a tile; empty without one."""
-        counts = ()
+    def open_lists(self, p: ForwardParams, tile: Tile):
+        """The lists of the block mask for a tile, as ``BlockLists.open``; empty without one."""
+        lists = ((),)
         if const_expr(self.spec.has_block_mask):
             head, _ = p.packing.head(tile, Int32(0))  # lists of packed heads are the same
-            counts = p.blocks.counts(tile.m_block, head, tile.batch)
-        return counts
+            lists = p.blocks.open(tile.m_block, head, tile.batch)
+        return lists
 
     @cute.jit
     def load_tile(
@@ -76,7 +76,7 @@ class LoadWarp:
         states,
         tile: Tile,
         seqlen,
-        counts,
+        lists,
     ):
         """Load Q and all K and V of a tile; returns the advanced states and the next tile."""
         q_state, k_state, v_state = states
@@ -87,16 +87,15 @@ class LoadWarp:
         v_copy = self.partition_tma(p.v, smem.sV, tile_dv, kv)
         # V of a block follows K of the next: the consumers ask for them in this order.
         if const_expr(self.spec.has_block_mask):
-            num_partial, num_full = counts
-            head, _ = p.packing.head(tile, Int32(0))
-            n_block = p.blocks.visit(Int32(0), counts, tile.m_block, head, tile.batch)
+            (num_partial, num_full), rows, place = lists
+            n_block = place.n_block
             k_state = self.load_listed(p, smem, pipes, k_state, k_copy, n_block)
             q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)
             for i in cutlass.range(1, num_partial + num_full, unroll=1):
-                following = p.blocks.visit(i, counts, tile.m_block, head, tile.batch)
-                k_state = self.load_listed(p, smem, pipes, k_state, k_copy, following)
+                place = p.blocks.advance(place, i, num_partial, rows)
+                k_state = self.load_listed(p, smem, pipes, k_state, k_copy, place.n_block)
                 v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
-                n_block = following
+                n_block = place.n_block
         else:
             tile_m = p.packing.positions
             blocks = self.mask.block_range(tile.m_block * tile_m, tile_m, seqlen, p.bounds)
