@@ -1,7 +1,7 @@
 """Sigmoid attention: another kind of attention, by overriding three steps of the Hopper kernel.
 
 Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024: each
-weight is sigmoid(score + bias), with bias about -log(keys), and nothing is normalised. A score_mod
+weight is sigmoid(score - log(keys)), and nothing is normalised. A score_mod
 cannot say that, as a softmax follows it; a class derived from the kernel's can. Masks, callbacks,
 packed sequences and all else that the class does not touch work as before.
 
@@ -32,43 +32,42 @@ from _common import (
     random_qkv,
     run_on_gpu,
 )
+from cutlass import Float32
 
 from flash_cute import Feature
-from flash_cute.device.primitives import exp2
-from flash_cute.device.softmax import LOG2_E
+from flash_cute.device.primitives import exp2, log2
 from flash_cute.sm90.fwd import FlashAttentionForwardSm90
 
 OPTIONS: Mapping[str, Any] = {"causal": True}
 
 
 class SigmoidAttention(FlashAttentionForwardSm90):
-    """Weights are sigmoid(score + bias); a hidden score is -inf, so its weight is 0."""
+    """Weights are sigmoid(score - log(keys)); a hidden score is -inf, so its weight is 0."""
 
-    bias = -math.log(4096)
     lacks = frozenset({Feature.LSE, Feature.SINK})  # both belong to a softmax
 
-    def first_weights(self, p, c, acc_S):
-        self.squash(p, acc_S)
+    def first_weights(self, p, c, work, acc_S):
+        self.squash(p, work, acc_S)
         self.round_weights(acc_S, c.rP)
 
-    def next_weights(self, p, c, pipes, v_state, acc_S, is_masked):
-        self.squash(p, acc_S)
+    def next_weights(self, p, c, pipes, work, v_state, acc_S, is_masked):
+        self.squash(p, work, acc_S)
         self.finish_product(pipes, v_state)  # which still reads the weights before
         self.round_weights(acc_S, c.rP)
 
     def close_rows(self, p, c, rows, factor, lse):
         factor.fill(1.0)
 
-    def squash(self, p, acc_S):
-        scale = -self.scale_log2(p)  # sigmoid(x) = 1 / (1 + exp2(-x log2(e)))
+    def squash(self, p, work, acc_S):
+        scale = -self.scale_log2(p)  # sigmoid(x - log(n)) = 1 / (1 + exp2(log2(n) - x log2(e)))
+        bias = log2(cute.arch.fmax(Float32(work.seqlen.seqlen_k), 1.0))
         for i in range(cute.size(acc_S)):
-            power = exp2(acc_S[i] * scale - self.bias * LOG2_E)
-            acc_S[i] = cute.arch.rcp_approx(1.0 + power)
+            acc_S[i] = cute.arch.rcp_approx(1.0 + exp2(acc_S[i] * scale + bias))
 
 
 def weights(scores: torch.Tensor) -> torch.Tensor:
     """The same by definition: scores are scaled, (batch, heads, seqlen, seqlen)."""
-    return torch.sigmoid(scores + SigmoidAttention.bias).tril()
+    return torch.sigmoid(scores - math.log(scores.shape[-1])).tril()
 
 
 def build(device: str, batch: int, seqlen: int) -> Example:

@@ -41,6 +41,11 @@ def exp2(x: Float32) -> Float32:
     )
 
 
+def log2(x: Float32) -> Float32:
+    """Base-2 logarithm by the same unit; log2(0) = -inf."""
+    return cute.math.log2(x, fastmath=True)
+
+
 def pack_halves(low: Float32, high: Float32, dtype) -> Int32:
     """Round two values to bf16 or fp16 and pack them into one word, `low` in its low half.
 

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from flash_cute.device.primitives import exp2, quad_max, quad_sum, reduce_in_chains
+from flash_cute.device.primitives import exp2, log2, quad_max, quad_sum, reduce_in_chains
 
 LN2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
@@ -193,7 +193,7 @@ def finalize(
             total = cute.math.fma(total, weight, exp2(sink_log2 - finite_or_zero(top)))
         is_empty = total == 0.0
         factor[r] = cutlass.select_(is_empty, Float32(0.0), weight * cute.arch.rcp_approx(total))
-        lse[r] = (top + cute.math.log2(total, fastmath=True)) * LN2
+        lse[r] = (top + log2(total)) * LN2
         lse[r] = cutlass.select_(is_empty, -Float32.inf, lse[r])
 
 

@@ -338,7 +338,7 @@ class FlashAttentionForwardSm90:
         if const_expr(self.spec.has_block_mask):
             if work.num_partial + work.num_full == 0:
                 S.fill(-Float32.inf)
-        self.first_weights(p, c, acc_S)
+        self.first_weights(p, c, work, acc_S)
         self.clear_tail(c, pipes, v_state, work, n_block)
         k_state.advance()
         return k_state
@@ -413,7 +413,7 @@ class FlashAttentionForwardSm90:
         pipes.k.consumer_release(k_state)
         S = as_rows_cols(acc_S)
         self.modify_scores(p, S, work, n_block, place, is_masked, may_be_edge)
-        self.next_weights(p, c, pipes, v_state, acc_S, is_masked)
+        self.next_weights(p, c, pipes, work, v_state, acc_S, is_masked)
         k_state.advance()
         v_state.advance()
         if const_expr(self.spec.has_block_mask):  # else the last keys come first
@@ -513,7 +513,7 @@ class FlashAttentionForwardSm90:
     # -- from scores to weights: the steps that another kind of attention overrides
 
     @cute.jit
-    def first_weights(self, p: ForwardParams, c: Consumer, acc_S):
+    def first_weights(self, p: ForwardParams, c: Consumer, work: Work, acc_S):
         """P of a tile's first block of scores; starts the running maximum and sum."""
         S, scale_log2 = as_rows_cols(acc_S), self.scale_log2(p)
         softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, 0.0, True)
@@ -525,6 +525,7 @@ class FlashAttentionForwardSm90:
         p: ForwardParams,
         c: Consumer,
         pipes: Pipes,
+        work: Work,
         v_state,
         acc_S,
         is_masked: cutlass.Constexpr[bool],
