@@ -106,8 +106,9 @@ def choices(shape: Shape, arch: str) -> list[Choice]:
     changed += [
         (f"{config.num_stages + s} stages", {"num_stages": config.num_stages + s}) for s in (-1, 1)
     ]
-    turns = not config.use_ping_pong
+    turns, late = not config.use_ping_pong, not config.waits_late
     changed.append(("turns" if turns else "no turns", {"use_ping_pong": turns}))
+    changed.append(("late wait" if late else "early wait", {"waits_late": late}))
     found = [Choice(DEFAULT, config)]
     for name, fields in changed:
         other = replace(config, **fields)

@@ -209,6 +209,19 @@ def test_packed_sequences(gpu: None, d: int, block, heads_kv: int):
 
 
 @pytest.mark.gpu
+def test_full_blocks_past_a_sequence_are_hidden(gpu: None):
+    lengths_q, lengths_k = [128, 200], [256, 512]  # whole blocks, with the next sequence behind
+    case = checks.Case(1, HEADS, HEADS, sum(lengths_q), sum(lengths_k), 128)
+    q, k, v = (tensor[0] for tensor in checks.gaussian(case, "cuda"))
+    lengths = {"cu_seqlens_q": starts(lengths_q).cuda(), "cu_seqlens_k": starts(lengths_k).cuda()}
+    everything = lambda b, h, q_idx, kv_idx: kv_idx >= 0
+    mask = create_block_mask(everything, None, None, 256, 512, "cuda", 128)
+    assert mask.full_kv_num_blocks.eq(4).all()
+    got = flash_attn_varlen_func(q, k, v, **lengths, block_mask=mask, return_lse=True)
+    checks.assert_attention(got, *checks.oracle(q, k, v, Lengths(**lengths), block_mask=mask))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128])
 def test_used_keys_end_inside_any_listed_block(gpu: None, d: int):
     q, k, v = operands(200, 700, d, d)

@@ -28,6 +28,9 @@ FEATURES = [
     {"sink_dtype": "bf16"},
     {"has_block_mask": True, "has_full_blocks": True},
     {"has_block_mask": True, "is_causal": True, "has_window_left": True},
+    {"is_causal": True, "pack_heads": 5},
+    {**WINDOW, "pack_heads": 16, "sink_dtype": "bf16"},
+    {**PACKED, "has_block_mask": True, "has_full_blocks": True, "pack_heads": 3},
     {**PACKED, **USED, **WINDOW, "has_chunk": True, "has_softcap": True, "sink_dtype": "fp32"},
 ]
 REGISTERS_AT_ENTRY = {256: 255, 384: 168, 512: 128}  # by threads of a CTA: 64k registers shared
@@ -64,3 +67,19 @@ def test_cell_compiles_without_spills(spec, seqlen_k):
     assert report.smem_bytes is not None
     assert report.smem_bytes <= Target.from_arch(SM90.archs[0]).smem_bytes
     assert f".entry {report.name}" in report.ptx
+
+
+@pytest.mark.parametrize("tile_d", TILE_HEAD_DIMS)
+def test_blocks_of_64_compile_without_spills(tile_d):
+    pytest.importorskip("cutlass")
+    from flash_cute.compile import inspect_kernel
+    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
+
+    features = {"has_block_mask": True, "has_full_blocks": True}
+    spec = ForwardSpecialization("bf16", tile_d, tile_d, False, True, **features)
+    config = default_config(spec, 8192, (64, 64))
+    assert config.divides((64, 64), spec)
+    report = inspect_kernel(FlashAttentionForwardSm90(spec, config), SM90.archs[0])
+    if report.missing:
+        pytest.skip("; ".join(report.missing))
+    assert (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes) == (0, 0, 0)

@@ -60,6 +60,11 @@ class BlockLists:
     sub_m: Int32
     sub_n: Int32
 
+    def end_tile(self) -> Int32:
+        """One past the last key tile that the list of full blocks has a column for."""
+        blocks = self.partial if self.full is None else self.full
+        return cute.size(blocks.indices, mode=[1]) * self.sub_n
+
     @cute.jit
     def open(self, m_block: Int32, head: Int32, batch: Int32):
         """The lists of a query tile: (partial, full) tiles to visit, their rows, the first place.

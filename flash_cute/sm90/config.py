@@ -133,7 +133,8 @@ def _dense_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm
     is_busy = _is_busy(spec)
     if spec.looks_up_keys:  # a load for every score in flight
         tile_n = {64: 96, 96: 64, 128: 64, 192: 64, 256: 32}[tile_d]
-        return ForwardConfigSm90(128, tile_n, use_ping_pong=False)
+        late = tile_d in (96, 128)
+        return ForwardConfigSm90(128, tile_n, use_ping_pong=False, waits_late=late)
     if tile_d == 64:
         if is_busy or (spec.is_causal and seqlen_k <= SHORT_SEQLEN):
             return ForwardConfigSm90(128, 128)

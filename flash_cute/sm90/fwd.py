@@ -60,7 +60,7 @@ class Barrier(enum.IntEnum):
     """Named barriers; 0 is the CTA's own."""
 
     TURN = 1  # + consumer warpgroup: its turn at the tensor cores
-    CLEARED = 4  # + consumer warpgroup: its threads have cleared the tail of V
+    CLEARED = 4  # + consumer warpgroup: its threads have cleared the tail of V, or of Q
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,9 @@ class FlashAttentionForwardSm90:
         num_full = work.num_partial + work.num_full - 1 - num_left
         num_edges = num_full
         if const_expr(not self.mask.has_end and not self.mask.has_begin):
-            # Blocks that end with the keys hide nothing: a loop without the question.
-            is_even = work.seqlen.seqlen_k % (p.blocks.sub_n * self.config.tile_n) == 0
-            num_edges = cutlass.select_(is_even, Int32(0), num_full)
+            # Where no block can reach past the keys a loop without the question.
+            has_edges = p.blocks.end_tile() * self.config.tile_n > work.seqlen.seqlen_k
+            num_edges = cutlass.select_(has_edges, num_full, Int32(0))
             for _ in cutlass.range(num_full - num_edges, unroll=1):
                 kv_state = (k_state, v_state)
                 k_state, v_state = self.step(p, c, pipes, kv_state, work, None, False)
