@@ -150,13 +150,13 @@ def _dense_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm
 
 def _window_config(spec: ForwardSpecialization) -> ForwardConfigSm90:
     """Few keys a query: small blocks, and no warpgroup waits for the others' keys or turns."""
-    free = {"use_ping_pong": False, "skips_blocks": True}
+    config = ForwardConfigSm90(128, 64, use_ping_pong=False, skips_blocks=True, regs_load=32)
     if spec.tile_d == 64 and not _is_busy(spec):
-        return ForwardConfigSm90(192, 64, num_stages=6, regs_load=32, regs_mma=160, **free)
+        return replace(config, tile_m=192, num_stages=6, regs_mma=160)
     if spec.tile_d == 256:
-        return ForwardConfigSm90(128, 64, **free)
+        return replace(config, regs_mma=232)
     num_stages = 3 if spec.tile_d == 192 else 4
-    return ForwardConfigSm90(128, 64, num_stages=num_stages, waits_late=True, **free)
+    return replace(config, regs_mma=232, num_stages=num_stages, waits_late=True)
 
 
 def _sparse_config(spec: ForwardSpecialization, block_size: tuple[int, int]) -> ForwardConfigSm90:
