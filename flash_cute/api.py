@@ -101,7 +101,7 @@ def flash_attn_func(
     """
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
-    extras = launch.NO_EXTRAS if sink is None else (None, None, None, None, sink)
+    extras = launch.NO_EXTRAS if sink is None else (None, None, None, None, sink, None)
     given = None
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         given = (score_mod, mask_mod, block_mask)
@@ -188,15 +188,13 @@ def flash_attn_varlen_func(
     # Without the hints: they change from call to call, and nothing depends on them.
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
-    extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink)
+    extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink, page_table)
     given = None
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         given = (score_mod, mask_mod, block_mask)
-    key = None
-    if page_table is None:
-        result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, given, out)
-        if result is not None:
-            return result
+    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, given, out)
+    if result is not None:
+        return result
     options = Options(
         softmax_scale=softmax_scale,
         causal=causal,

@@ -14,7 +14,7 @@ Int64 = Annotated[int, "int64"]
 Float32 = Annotated[float, "float32"]
 Stream = Annotated[int, "stream"]
 
-NUM_ADDRESSES = 11  # they come first
+NUM_ADDRESSES = 12  # they come first
 
 
 class ForwardArguments(NamedTuple):
@@ -25,6 +25,8 @@ class ForwardArguments(NamedTuple):
             lse: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), f32
             tile_counter: one int32, zero between launches; 0 where every CTA has one tile
             cu_seqlens: (batch + 1,), seqused: (batch,) int32; sink: (num_heads_q,)
+            page_table: (batch, max_pages) int32; k, v: (num_pages, page_size, heads, dim) then,
+            rows_k is the page size, and the strides of a batch are those of a page
     Units:  strides in elements; window bounds and chunk in keys; scale_log2 is |softmax_scale| *
             log2(e); the signed softmax_scale where a score_mod works on scaled scores, with a
             softcap divided by it
@@ -43,6 +45,7 @@ class ForwardArguments(NamedTuple):
     seqused_q: Address
     seqused_k: Address
     sink: Address
+    page_table: Address
     batch: Int32
     rows_q: Int32
     rows_k: Int32
@@ -50,6 +53,9 @@ class ForwardArguments(NamedTuple):
     num_heads_kv: Int32
     head_dim: Int32
     head_dim_v: Int32
+    num_pages: Int32
+    max_pages: Int32
+    page_table_stride: Int64
     q_stride_batch: Int64
     q_stride_seqlen: Int64
     q_stride_head: Int64

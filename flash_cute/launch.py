@@ -36,7 +36,7 @@ MAX_PLANS = 4096
 
 # The tensors beside q, k, v and the results, in the order of ForwardArguments.
 Extras = tuple[torch.Tensor | None, ...]
-EXTRAS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink")
+EXTRAS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink", "page_table")
 NO_EXTRAS: Extras = (None,) * len(EXTRAS)
 _NO_ADDRESSES: Addresses = (0,) * len(EXTRAS)
 

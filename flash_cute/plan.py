@@ -188,6 +188,7 @@ def make_plan(
         num_heads_kv=p.num_heads_kv,
         head_dim=p.head_dim,
         head_dim_v=p.head_dim_v,
+        **_pages(inputs),
         **_strides("q", q.shape, q.stride()),
         **_strides("k", k.shape, k.stride()),
         **_strides("v", inputs.v.shape, inputs.v.stride()),
@@ -222,6 +223,18 @@ def _numbers(p: AttentionProblem) -> dict[str, Any]:
         "softcap": p.softcap,
         **{name: _clamp(0 if bound is None else bound) for name, bound in bounds.items()},
         "chunk": _clamp(p.attention_chunk),
+    }
+
+
+def _pages(inputs: AttentionInputs) -> dict[str, int]:
+    """Sizes of paged keys; zeros where they are not."""
+    table = inputs.page_table
+    if table is None:
+        return {"num_pages": 0, "max_pages": 0, "page_table_stride": 0}
+    return {
+        "num_pages": inputs.k.shape[0],
+        "max_pages": table.shape[1],
+        "page_table_stride": table.stride(0),
     }
 
 

@@ -7,6 +7,7 @@ dtype). What no kernel covers is refused with what each one lacks. The same tabl
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
@@ -264,9 +265,11 @@ def _key(
         has_block_mask=p.has_block_mask,
         has_full_blocks=variant.has_full_blocks,
         block_mod=variant.block_mod,
+        page_rows=p.page_size or 0,
     )
-    # A packed length is a hint that must not shape code.
-    seqlen_k = sm90.LONG_SEQLEN if p.is_packed_k else p.seqlen_k
+    # A packed length is a hint that must not shape code, nor must the room in a page table.
+    is_hint = p.is_packed_k or p.page_size is not None
+    seqlen_k = sm90.LONG_SEQLEN if is_hint else p.seqlen_k
     config = sm90.default_config(spec, seqlen_k, variant.block_size)
     if subclass is not None:
         config = _asked_config(subclass, spec, config)
@@ -275,11 +278,23 @@ def _key(
             f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of (64, 16): tiles "
             f"of {declaration.kernel} must divide it"
         )
+    if p.page_size is not None:
+        spec = replace(spec, page_rows=_page_rows(p.page_size, config.tile_n))
     if Feature.PACK_GQA in declaration.features:
         spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
     if subclass is not None:
         return SubclassKey(declaration.kernel, target.arch, spec, config, subclass)
     return KernelKey(declaration.kernel, target.arch, spec, config)
+
+
+def _page_rows(page_size: int, tile_n: int) -> int:
+    """Keys of one load: they lie in one page and one tile. Raises: UnsupportedProblem."""
+    rows = math.gcd(page_size, tile_n)
+    if rows % 8:
+        raise UnsupportedProblem(
+            f"page_size is {page_size}, expected a multiple of 8: keys are loaded by 8 and more"
+        )
+    return rows
 
 
 def _pack_heads(

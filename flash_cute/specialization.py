@@ -43,6 +43,7 @@ class ForwardSpecialization:
     has_full_blocks: bool = False
     block_mod: CallbackKey | None = None  # mask_mod of the block mask: partial blocks only
     pack_heads: int = 1  # query heads of one key/value head in a tile
+    page_rows: int = 0  # keys of one load from a page; 0 where keys are not paged
 
     @property
     def modifies_scores(self) -> bool:
@@ -58,7 +59,7 @@ class ForwardSpecialization:
     @property
     def is_ragged_k(self) -> bool:
         """Whether keys end inside a tensor, with foreign rows behind them."""
-        return self.is_packed_k or self.has_seqused_k
+        return self.is_packed_k or self.has_seqused_k or self.page_rows > 0
 
     @property
     def label(self) -> str:
@@ -85,6 +86,7 @@ class ForwardSpecialization:
             "usedq": self.has_seqused_q,
             "usedk": self.has_seqused_k,
             f"pack{self.pack_heads}": self.pack_heads > 1,
+            f"pages{self.page_rows}": self.page_rows > 0,
             "lse": self.has_lse,
             "negated": self.negate_scores,
         }

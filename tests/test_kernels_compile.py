@@ -31,6 +31,9 @@ FEATURES = [
     {"is_causal": True, "pack_heads": 5},
     {**WINDOW, "pack_heads": 16, "sink_dtype": "bf16"},
     {**PACKED, "has_block_mask": True, "has_full_blocks": True, "pack_heads": 3},
+    {"has_seqused_k": True, "page_rows": 16},
+    {"has_seqused_k": True, "is_packed_q": True, "page_rows": 16, "pack_heads": 8},
+    {**WINDOW, "has_seqused_k": True, "page_rows": 8},
     {**PACKED, **USED, **WINDOW, "has_chunk": True, "has_softcap": True, "sink_dtype": "fp32"},
 ]
 REGISTERS_AT_ENTRY = {256: 255, 384: 168, 512: 128}  # by threads of a CTA: 64k registers shared

@@ -91,6 +91,11 @@ class ForwardConfigSm90:
                     f"tile_n is {self.tile_n}, expected a multiple of {4 * key.width}, since "
                     f"{key.kind}.__vec_size__ is {key.width} and a thread has tile_n / 4 columns"
                 )
+        if spec.page_rows % 8 or (spec.page_rows and self.tile_n % spec.page_rows):
+            broken.append(
+                f"rows of a page's load are {spec.page_rows}, expected a multiple of 8 that "
+                f"divides tile_n, {self.tile_n}"
+            )
         if not 1 <= spec.pack_heads <= self.tile_m // 8:
             broken.append(f"heads a tile are {spec.pack_heads}, at most {self.tile_m // 8}")
         smem = self.smem_bytes(spec)
@@ -123,9 +128,13 @@ def default_config(
     """
     if spec.has_block_mask:
         return _sparse_config(spec, block_size or (128, 128))
-    if spec.has_window_left or spec.has_chunk:
-        return _window_config(spec)
-    return _dense_config(spec, seqlen_k)
+    is_narrow = spec.has_window_left or spec.has_chunk
+    config = _window_config(spec) if is_narrow else _dense_config(spec, seqlen_k)
+    if spec.page_rows:  # looking pages up takes the load warp more registers
+        stages = min(config.num_stages, 4)
+        config = replace(config, tile_m=128, num_stages=stages, regs_load=56, regs_mma=224)
+        config = replace(config, waits_late=False)
+    return config
 
 
 def _dense_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm90:

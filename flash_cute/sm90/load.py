@@ -1,5 +1,7 @@
 """The load warp of the SM90 forward kernel: it finds tiles, announces them and issues every TMA."""
 
+import typing
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
@@ -10,6 +12,20 @@ from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Cursor, Tile
 from flash_cute.sm90.params import ForwardParams, TmaOperand
 from flash_cute.sm90.pipes import TILE_STAGES, Exchange, Pipes, SharedTensors
+
+
+class Keys(typing.NamedTuple):
+    """Where the keys and values of a tile are.
+
+    Shapes: k, v: shared and device memory, as ``LoadWarp.partition_tma``; the ring of shared memory
+            alone where keys are paged
+    """
+
+    k: typing.Any
+    v: typing.Any
+    head: Int32
+    batch: Int32
+    seqlen_k: Int32
 
 
 class LoadWarp:
@@ -80,39 +96,33 @@ class LoadWarp:
     ):
         """Load Q and all K and V of a tile; returns the advanced states and the next tile."""
         q_state, k_state, v_state = states
-        tile_d, tile_dv = self.spec.tile_d, self.spec.tile_dv
-        batch_k = 0 if const_expr(self.spec.is_packed_k) else tile.batch
-        kv = (seqlen.offset_k, p.packing.kv_head(tile), batch_k)
-        k_copy = self.partition_tma(p.k, smem.sK, tile_d, kv)
-        v_copy = self.partition_tma(p.v, smem.sV, tile_dv, kv)
+        keys = self.find_keys(p, smem, tile, seqlen)
         # V of a block follows K of the next: the consumers ask for them in this order.
         if const_expr(self.spec.has_block_mask):
             (num_partial, num_full), rows, place = lists
             n_block = place.n_block
-            k_state = self.load_listed(p, smem, pipes, k_state, k_copy, n_block)
+            k_state = self.load_listed(p, smem, pipes, k_state, keys, n_block)
             q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)
             for i in cutlass.range(1, num_partial + num_full, unroll=1):
                 place = p.blocks.advance(place, i, num_partial, rows)
-                k_state = self.load_listed(p, smem, pipes, k_state, k_copy, place.n_block)
-                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
+                k_state = self.load_listed(p, smem, pipes, k_state, keys, place.n_block)
+                v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block)
                 n_block = place.n_block
         else:
             tile_m = p.packing.positions
             blocks = self.mask.block_range(tile.m_block * tile_m, tile_m, seqlen, p.bounds)
             last, n_block = blocks.end - 1, blocks.begin
-            k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last)
+            k_state = self.load_block(p, p.k, pipes.k, k_state, keys, keys.k, last)
             q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)
             for i in cutlass.range(last - n_block, unroll=1):
-                k_state = self.load_block(p.k, pipes.k, k_state, k_copy, last - i - 1)
-                v_state = self.load_block(p.v, pipes.v, v_state, v_copy, last - i)
+                k_state = self.load_block(p, p.k, pipes.k, k_state, keys, keys.k, last - i - 1)
+                v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, last - i)
         next_tile = self.fetch_tile(p)  # its latency passes while a stage gets free
-        v_state = self.load_block(p.v, pipes.v, v_state, v_copy, n_block)
+        v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block)
         return q_state, k_state, v_state, next_tile
 
     @cute.jit
-    def load_queries(
-        self, p: ForwardParams, smem: SharedTensors, pipes: Pipes, state, tile, seqlen
-    ):
+    def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
         """Load the queries of every head of a tile; returns the advanced state."""
         batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
         positions = p.packing.positions
@@ -120,22 +130,30 @@ class LoadWarp:
         for i in cutlass.range_constexpr(p.packing.heads):
             # Heads that do not exist repeat the last one, so that every tile loads as many bytes.
             head, _ = p.packing.head(tile, Int32(i))
-            sQ = cute.domain_offset((i * positions, 0, 0), smem.sQ)
-            sQ = cute.make_tensor(sQ.iterator, p.q_box)
-            origin = (seqlen.offset_q, head, batch)
-            to_smem, from_gmem = self.partition_tma(p.q, sQ, self.spec.tile_d, origin)
-            cute.copy(
-                p.q.atom,
-                from_gmem[None, tile.m_block],
-                to_smem[None, 0],
-                tma_bar_ptr=pipes.q.producer_get_barrier(state),
-            )
+            sQ = self.part_of(smem.sQ, i * positions, p.q)
+            to_smem, from_gmem = self.partition_tma(p.q, sQ, (seqlen.offset_q, head, batch))
+            self.copy(p.q, pipes.q, state, from_gmem[None, tile.m_block], to_smem)
         state.advance()
         return state
 
-    def partition_tma(self, operand: TmaOperand, smem, tile_dim: int, origin):
-        """(TMA, stage) of shared memory and (TMA, block) of one head, for `load_block`."""
-        tile_rows = cute.size(smem, mode=[0])
+    def find_keys(self, p: ForwardParams, smem: SharedTensors, tile: Tile, seqlen) -> Keys:
+        """Where the keys and values of a tile are; those of pages are found block by block."""
+        head = p.packing.kv_head(tile)
+        if self.spec.page_rows:
+            return Keys(smem.sK, smem.sV, head, tile.batch, seqlen.seqlen_k)
+        batch = 0 if self.spec.is_packed_k else tile.batch
+        origin = (seqlen.offset_k, head, batch)
+        k = self.partition_tma(p.k, smem.sK, origin)
+        v = self.partition_tma(p.v, smem.sV, origin)
+        return Keys(k, v, head, tile.batch, seqlen.seqlen_k)
+
+    def part_of(self, smem, first_row: int, operand: TmaOperand):
+        """The part of a tile that one copy fills, from first_row on."""
+        return cute.make_tensor(cute.domain_offset((first_row, 0, 0), smem).iterator, operand.box)
+
+    def partition_tma(self, operand: TmaOperand, smem, origin):
+        """(TMA, stage) of shared memory and (TMA, block) of one head, for `copy`."""
+        box = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
         first_row, head, batch = origin
         gX = cute.domain_offset((first_row, 0), operand.tensor[None, None, head, batch])
         return cpasync.tma_partition(
@@ -143,28 +161,49 @@ class LoadWarp:
             0,
             cute.make_layout(1),
             cute.group_modes(smem, 0, 2),
-            cute.group_modes(cute.local_tile(gX, (tile_rows, tile_dim), (None, 0)), 0, 2),
+            cute.group_modes(cute.local_tile(gX, box, (None, 0)), 0, 2),
         )
 
+    def copy(self, operand: TmaOperand, pipe, state, from_gmem, to_smem):
+        """Start one TMA into the stage of a state."""
+        barrier = pipe.producer_get_barrier(state)
+        cute.copy(operand.atom, from_gmem, to_smem[None, state.index], tma_bar_ptr=barrier)
+
     @cute.jit
-    def load_block(self, operand: TmaOperand, pipe, state, partition, block: Int32):
+    def load_block(
+        self,
+        p: ForwardParams,
+        operand: TmaOperand,
+        pipe,
+        state,
+        keys: Keys,
+        place,
+        block: Int32,
+    ):
         """Wait for a free stage, start filling it with `block`; returns the advanced state."""
-        to_smem, from_gmem = partition
+        page, first_key = Int32(0), block * self.config.tile_n
+        if const_expr(self.spec.page_rows > 0):
+            lane = cute.arch.lane_idx()
+            page = p.pages.page_of(keys.batch, first_key, keys.seqlen_k, lane)
         pipe.producer_acquire(state)
-        cute.copy(
-            operand.atom,
-            from_gmem[None, block],
-            to_smem[None, state.index],
-            tma_bar_ptr=pipe.producer_get_barrier(state),
-        )
+        if const_expr(self.spec.page_rows > 0):
+            for i in cutlass.range_constexpr(self.config.tile_n // self.spec.page_rows):
+                origin = (0, keys.head, cute.arch.shuffle_sync(page, i))
+                smem = self.part_of(place, i * self.spec.page_rows, operand)
+                to_smem, from_gmem = self.partition_tma(operand, smem, origin)
+                piece = p.pages.piece(first_key, i)
+                self.copy(operand, pipe, state, from_gmem[None, piece], to_smem)
+        else:
+            to_smem, from_gmem = place
+            self.copy(operand, pipe, state, from_gmem[None, block], to_smem)
         state.advance()
         return state
 
     @cute.jit
-    def load_listed(self, p: ForwardParams, smem, pipes: Pipes, state, partition, block: Int32):
+    def load_listed(self, p: ForwardParams, smem, pipes: Pipes, state, keys: Keys, block: Int32):
         """`load_block` of K that also tells the consumers, through the stage, which block it is."""
         pipes.k.sync_object_empty.wait(state.index, state.phase)
         if cute.arch.lane_idx() == 0:
             smem.blocks[state.index] = block
         cute.arch.sync_warp()  # before the arrival that lets the consumers read it
-        return self.load_block(p.k, pipes.k, state, partition, block)
+        return self.load_block(p, p.k, pipes.k, state, keys, keys.k, block)

@@ -14,6 +14,7 @@ from flash_cute.arguments import ForwardArguments
 from flash_cute.device.block_sparsity import BlockLists, block_args, block_lists
 from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
+from flash_cute.device.paged_kv import PageTable
 from flash_cute.device.score import tensor_args, tensors_from
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
@@ -31,6 +32,7 @@ class TmaOperand:
     atom: cute.CopyAtom
     tensor: cute.Tensor  # (seqlen, dim, heads, batch) coordinates
     layout: cute.ComposedLayout  # shared memory: (tile, dim, stage)
+    box: cute.Layout  # the part of it that one copy fills: (rows, dim, stage)
 
 
 class Captured(typing.NamedTuple):
@@ -51,7 +53,6 @@ class ForwardParams:
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
     mSink: cute.Tensor  # (num_heads_q,)
-    q_box: cute.Layout  # shared memory of one head's queries in a tile: (positions, dim, 1)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     scheduler: TileScheduler
@@ -59,6 +60,7 @@ class ForwardParams:
     bounds: MaskBounds
     head_dim_v: Int32
     packing: HeadPacking
+    pages: PageTable  # None where keys are not paged
     scale_log2: Float32
     softcap: Float32
     captured: Captured
@@ -121,15 +123,14 @@ class LaunchDescription:
         sequences = self.sequence_table(args)
         captured, more = self.captured(more)
         positions = config.positions(spec)
-        q, q_box = self.tma_queries(mQ, positions)
+        page_rows = spec.page_rows or tile_n
         group = args.num_heads_q // args.num_heads_kv
         packs = (group + spec.pack_heads - 1) // spec.pack_heads
         packing = HeadPacking(group, packs, spec.pack_heads, positions)
         return ForwardParams(
-            q=q,
-            q_box=q_box,
-            k=self.tma_operand(mK, tile_n, spec.tile_d, stages),
-            v=self.tma_operand(mV, tile_n, spec.tile_dv, stages),
+            q=self.tma_operand(mQ, (config.tile_m, spec.tile_d, 1), positions),
+            k=self.tma_operand(mK, (tile_n, spec.tile_d, stages), page_rows),
+            v=self.tma_operand(mV, (tile_n, spec.tile_dv, stages), page_rows),
             mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
             mLSE=mLSE,
             mSink=mSink,
@@ -149,6 +150,7 @@ class LaunchDescription:
             bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
             head_dim_v=args.head_dim_v,
             packing=packing,
+            pages=self.page_table(args),
             scale_log2=args.scale_log2,
             softcap=args.softcap,
             captured=captured,
@@ -179,12 +181,20 @@ class LaunchDescription:
         return SequenceTable(
             batch=args.batch,
             seqlen_q=args.rows_q,
-            seqlen_k=args.rows_k,
+            seqlen_k=args.rows_k * args.max_pages if spec.page_rows else args.rows_k,
             cu_seqlens_q=table(args.cu_seqlens_q, args.batch + 1, spec.is_packed_q),
             cu_seqlens_k=table(args.cu_seqlens_k, args.batch + 1, spec.is_packed_k),
             seqused_q=table(args.seqused_q, args.batch, spec.has_seqused_q),
             seqused_k=table(args.seqused_k, args.batch, spec.has_seqused_k),
         )
+
+    def page_table(self, args: ForwardArguments) -> typing.Any:
+        """Where the pages of each sequence are."""
+        if not self.spec.page_rows:
+            return None
+        layout = cute.make_layout((args.batch, args.max_pages), stride=(args.page_table_stride, 1))
+        table = cute.make_tensor(args.page_table, layout)
+        return PageTable(table, args.rows_k, args.num_pages, self.spec.page_rows)
 
     def view(self, args: ForwardArguments, name: str, rows, heads, dim) -> cute.Tensor:
         """(rows, dim, heads, batch) view of an argument; a packed one is a single sequence."""
@@ -194,40 +204,26 @@ class LaunchDescription:
         )
         is_packed = self.spec.is_packed_q if name in ("q", "out") else self.spec.is_packed_k
         batch = 1 if is_packed else args.batch
+        if self.spec.page_rows and name in ("k", "v"):
+            batch = args.num_pages
         layout = cute.make_layout(
             (rows, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
         )
         return cute.make_tensor(getattr(args, name), layout)
 
-    def tma_queries(self, mQ, positions):
-        """The tile of queries, filled by a TMA for each head in it, and the part that one fills."""
-        tile_d = self.spec.tile_d
-        layout = self.smem_layout(self.config.tile_m, tile_d, 1)
-        one_head = cute.composition(layout.outer, (positions, tile_d, 1))
-        atom, coordinates = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            mQ,
-            cute.make_composed_layout(layout.inner, 0, cute.select(one_head, mode=[0, 1])),
-            (positions, tile_d),
-        )
-        return TmaOperand(atom, coordinates, layout), one_head
-
-    def smem_layout(self, tile, tile_dim, stages) -> cute.ComposedLayout:
-        """Swizzled shared-memory layout of an operand's ring."""
-        kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, tile_dim)
+    def tma_operand(self, tensor, ring, box_rows) -> TmaOperand:
+        """An operand's swizzled ring of (rows, dim, stages) tiles; a TMA fills box_rows of one."""
+        kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, ring[1])
         atom_layout = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        return cute.tile_to_shape(atom_layout, (tile, tile_dim, stages), order=(0, 1, 2))
-
-    def tma_operand(self, tensor, tile, tile_dim, stages) -> TmaOperand:
-        """An operand's ring, and the TMA that fills a stage."""
-        layout = self.smem_layout(tile, tile_dim, stages)
+        layout = cute.tile_to_shape(atom_layout, ring, order=(0, 1, 2))
+        box = cute.composition(layout.outer, (box_rows, *ring[1:]))
         atom, coordinates = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             tensor,
-            cute.select(layout, mode=[0, 1]),
-            (tile, tile_dim),
+            cute.make_composed_layout(layout.inner, 0, cute.select(box, mode=[0, 1])),
+            (box_rows, ring[1]),
         )
-        return TmaOperand(atom, coordinates, layout)
+        return TmaOperand(atom, coordinates, layout, box)
 
     def tiled_mma(self, tile_n, a_source, b_major) -> cute.TiledMma:
         """64 rows per consumer warpgroup; f32 accumulators."""

@@ -1,0 +1,113 @@
+"""Keys and values in pages on a GPU: any order of pages, against the reference."""
+
+import checks
+import pytest
+import torch
+
+from flash_cute import Feature, UnsupportedProblem, flash_attn_varlen_func, selection
+from flash_cute.problem import AttentionProblem, Lengths
+from flash_cute.target import Target
+
+H200 = Target.from_arch("sm_90a")
+LENGTHS_K = [300, 0, 513, 64]
+ROWS_Q = 70
+
+
+def key(page_size: int, **changes) -> selection.KernelKey:
+    sizes = dict(batch=2, seqlen_q=8, seqlen_k=512, num_heads_q=8, num_heads_kv=2, device="cuda")
+    dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, page_size=page_size)
+    problem = AttentionProblem(**(sizes | dims | changes))
+    return selection._key(selection.SM90, problem, H200, selection.PLAIN, None)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "rows"),
+    [(16, 16), (64, 64), (128, 128), (256, 128), (48, 16), (1024, 128), (8, 8)],
+)
+def test_keys_of_a_load_lie_in_one_page_and_one_tile(page_size, rows):
+    found = key(page_size)
+    assert found.spec.page_rows == rows
+    assert found.config.tile_n % rows == 0 and page_size % rows == 0
+    assert not found.config.check(found.spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 100])
+def test_pages_that_no_load_fits_are_refused(page_size):
+    with pytest.raises(UnsupportedProblem, match=f"page_size is {page_size}, expected a multiple"):
+        key(page_size)
+
+
+def test_room_in_the_table_shapes_no_code():
+    dims = dict(head_dim=64, head_dim_v=64, causal=True, num_heads_kv=8)
+    assert key(16, seqlen_k=128, **dims) == key(16, seqlen_k=8192, **dims)
+
+
+# ---- On a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+    if Feature.PAGED_KV not in selection.SM90.features:
+        pytest.skip("no kernel declares paged keys yet")
+
+
+def paged(page_size: int, d: int, dv: int, heads=(6, 2)):
+    """Queries, and keys in pages in a random order with NaN wherever no key is."""
+    batch, most = len(LENGTHS_K), max(LENGTHS_K)
+    q, k, v = checks.gaussian(checks.Case(batch, *heads, ROWS_Q, most, d, dv), "cuda")
+    max_pages = -(-most // page_size) + 1
+    generator = torch.Generator().manual_seed(page_size)
+    order = torch.randperm(batch * max_pages, generator=generator).view(batch, max_pages)
+    table = torch.full_like(order, 2**31 - 1)
+    pages = [
+        torch.full((batch * max_pages, page_size, heads[1], dim), torch.nan, dtype=q.dtype)
+        for dim in (d, dv)
+    ]
+    for b, length in enumerate(LENGTHS_K):
+        for n in range(-(-length // page_size)):
+            table[b, n] = order[b, n]
+            rows = slice(n * page_size, min(length, (n + 1) * page_size))
+            for tensor, page in zip((k, v), pages, strict=True):
+                page[order[b, n], : rows.stop - rows.start] = tensor[b, rows].cpu()
+    used = torch.tensor(LENGTHS_K, dtype=torch.int32, device="cuda")
+    lengths = {"page_table": table.int().cuda(), "seqused_k": used}
+    return (q, *(page.cuda() for page in pages)), lengths
+
+
+def check(operands, lengths, **options):
+    got = flash_attn_varlen_func(*operands, **lengths, return_lse=True, **options)
+    options.pop("pack_gqa", None)
+    checks.assert_attention(got, *checks.oracle(*operands, Lengths(**lengths), **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128, 256])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_pages_of_any_order(gpu: None, dims, page_size: int):
+    operands, lengths = paged(page_size, *dims)
+    for causal in (False, True):
+        check(operands, lengths, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {"window_size": (100, 20)}, {"attention_chunk": 96}, {"softcap": 20.0}, {"pack_gqa": True},
+    {"mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + h) % 3 != b % 3},
+], ids=lambda options: next(iter(options)))  # fmt: skip
+def test_everything_else_counts_too(gpu: None, options):
+    check(*paged(16, 128, 128), **options)
+
+
+@pytest.mark.gpu
+def test_new_tables_reach_a_repeated_call(gpu: None):
+    (q, k, v), lengths = paged(16, 128, 128)
+    first = flash_attn_varlen_func(q, k, v, **lengths)
+    order = torch.randperm(k.shape[0], device="cuda")
+    lengths["page_table"] = torch.where(
+        lengths["page_table"] < k.shape[0],
+        torch.argsort(order)[lengths["page_table"].long().clamp(max=k.shape[0] - 1)].int(),
+        lengths["page_table"],
+    )
+    checks.assert_same_bits("out", flash_attn_varlen_func(q, k[order], v[order], **lengths), first)
