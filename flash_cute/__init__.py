@@ -17,6 +17,7 @@ from flash_cute.api import (
 )
 from flash_cute.block_mask import BlockSparseTensors
 from flash_cute.builder import block_mask_from
+from flash_cute.combine import flash_attn_combine
 from flash_cute.errors import (
     CaptureError,
     CompileDisallowed,
@@ -57,6 +58,7 @@ __all__ = [
     "block_mask_from",
     "cache_info",
     "clear_cache",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flex_attention",

@@ -108,3 +108,50 @@ class BlockBuilderArguments(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
     stream: Stream
+
+
+NUM_COMBINE_ADDRESSES = 6  # of CombineArguments; they come first
+
+
+class CombineArguments(NamedTuple):
+    """Launch arguments of the kernel that merges partial results, in order.
+
+    Shapes: out_partial: (num_splits, batch, seqlen, num_heads, head_dim), last stride 1, address
+            and other strides multiples of 16 bytes; out: (batch, seqlen, num_heads, head_dim)
+            likewise; lse_partial: (num_splits, batch, seqlen, num_heads) f32; lse: (batch, seqlen,
+            num_heads) f32, 0 for none. Packed tensors are one batch of seqlen = total rows
+            cu_seqlens: (num_sequences + 1,), seqused: (num_sequences,) int32; padded ones have
+            num_sequences = batch
+    Units:  strides in elements; batch * seqlen * num_heads is at most MAX_COMBINED_ROWS
+    """
+
+    out_partial: Address
+    lse_partial: Address
+    out: Address
+    lse: Address
+    cu_seqlens: Address
+    seqused: Address
+    num_splits: Int32
+    batch: Int32
+    seqlen: Int32
+    num_heads: Int32
+    head_dim: Int32
+    num_sequences: Int32
+    out_partial_stride_split: Int64
+    out_partial_stride_batch: Int64
+    out_partial_stride_seqlen: Int64
+    out_partial_stride_head: Int64
+    lse_partial_stride_split: Int64
+    lse_partial_stride_batch: Int64
+    lse_partial_stride_seqlen: Int64
+    lse_partial_stride_head: Int64
+    out_stride_batch: Int64
+    out_stride_seqlen: Int64
+    out_stride_head: Int64
+    lse_stride_batch: Int64
+    lse_stride_seqlen: Int64
+    lse_stride_head: Int64
+    stream: Stream
+
+
+MAX_COMBINED_ROWS = 2**31 - 2**10  # numbered in 32 bits, with the last CTA's rows past the end

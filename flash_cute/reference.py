@@ -478,3 +478,35 @@ def _key_blocks(
     blocks = [(start, min(start + _BLOCK_K, end)) for start in range(begin, end, _BLOCK_K)]
     # The empty block keeps the result connected to q, k and v when gradients are asked for.
     return blocks or [(0, 0)]
+
+
+# ---- Parts of the keys ---------------------------------------------------------------------------
+
+
+def combine(
+    out_partial: torch.Tensor, lse_partial: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over parts of the keys: (sum of exp(lse_i - lse) out_i, lse), not rounded.
+
+    Parts with lse -inf add nothing whatever their output holds, and get gradients 0.
+
+    Shapes: out_partial (num_splits, ..., dim), lse_partial (num_splits, ...); the results are
+            (..., dim) and (...), in float32, or float64 for float64 parts
+    Units:  lse in natural log.
+    """
+    dtype = _compute_dtype(out_partial.dtype)
+    lses = lse_partial.to(dtype)
+    # A constant of the differentiation. Against 0 an infinite lse gives what the formula says.
+    largest = lses.detach().amax(0)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    total = torch.zeros_like(largest)
+    out = torch.zeros(out_partial.shape[1:], dtype=dtype, device=out_partial.device)
+    for part, lse in zip(out_partial.unbind(), lses.unbind(), strict=True):
+        weight = torch.exp(lse - largest)
+        total = total + weight
+        used = torch.where((lse == _NEG_INF)[..., None], 0.0, part.to(dtype))
+        out = out + weight[..., None] * used
+    is_empty = total == 0
+    total = torch.where(is_empty, 1.0, total)
+    lse = torch.where(is_empty, _NEG_INF, largest + torch.log(total))
+    return out / total[..., None], lse

@@ -166,6 +166,25 @@ class BuilderKey:
     keys_per_lane: int
 
 
+COMBINE_TILE_DIMS = (8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class CombineKey:
+    """Everything that shapes the kernel that merges partial results; any architecture runs it.
+
+    Units: dtype, of the parts, and out_dtype as SINK_DTYPE_NAMES has them; tile_d is head_dim
+           rounded up to one of COMBINE_TILE_DIMS
+    """
+
+    arch: str
+    dtype: str
+    out_dtype: str
+    tile_d: int
+    is_packed: bool = False
+    has_seqused: bool = False
+
+
 def current_target(device: torch.device | int | None = None) -> Target:
     """Return the GPU to compile for: FLASH_CUTE_ARCH, else the device (the current one if None).
 
@@ -222,12 +241,17 @@ def key_for(
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
 
 
-def kernel_for(key: KernelKey | BuilderKey) -> Any:
+def kernel_for(key: KernelKey | BuilderKey | CombineKey) -> Any:
     """Build the kernel object of a key; imports the DSL."""
     if isinstance(key, BuilderKey):
         from flash_cute.device.block_builder import BlockMaskBuilder
 
         return BlockMaskBuilder(key.mask_mod, key.keys_per_lane)
+    if isinstance(key, CombineKey):
+        from flash_cute.device.combine import PartsCombiner
+
+        shape = (key.tile_d, key.is_packed, key.has_seqused)
+        return PartsCombiner(key.dtype, key.out_dtype, *shape)
     from flash_cute.sm90.fwd import FlashAttentionForwardSm90
 
     if isinstance(key, SubclassKey):
