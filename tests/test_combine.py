@@ -438,6 +438,7 @@ def toy(monkeypatch: pytest.MonkeyPatch):
     """The host side of a Hopper GPU; see toy_gpu."""
     launches = toy_gpu.install(monkeypatch)
     monkeypatch.setattr(combine, "_plans", {})
+    monkeypatch.setattr(combine, "IS_DECLARED", True)
     monkeypatch.setattr(plan, "current_device", lambda: 0)
     return launches
 
@@ -593,6 +594,7 @@ def test_kernels_are_cached_and_take_what_the_host_passes(
     toy_gpu.install(monkeypatch)
     monkeypatch.setattr(compile, "executable", executable)
     monkeypatch.setattr(combine, "_plans", {})
+    monkeypatch.setattr(combine, "IS_DECLARED", True)
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setattr(plan, "current_device", lambda: 0)
     monkeypatch.setenv("FLASH_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
@@ -606,10 +608,19 @@ def test_kernels_are_cached_and_take_what_the_host_passes(
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
+def test_an_undeclared_kernel_is_refused(toy: toy_gpu.Launches, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(combine, "IS_DECLARED", False)
+    with pytest.raises(UnsupportedProblem, match="has not been tested there yet"):
+        flash_attn_combine(*on_gpu(*Sizes().parts()))
+    assert not toy.launched
+
+
 @pytest.fixture
 def gpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here")
+    if not combine.IS_DECLARED:
+        pytest.skip("the kernel is not declared yet")
     Target.from_capability(*torch.cuda.get_device_capability())
 
 
