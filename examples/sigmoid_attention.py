@@ -55,7 +55,7 @@ class SigmoidAttention(FlashAttentionForwardSm90):
         self.finish_product(pipes, v_state)  # which still reads the weights before
         self.round_weights(acc_S, c.rP)
 
-    def close_rows(self, p, c, rows, factor, lse):
+    def close_rows(self, p, c, work, rows, factor, lse):
         factor.fill(1.0)
 
     def squash(self, p, work, acc_S):

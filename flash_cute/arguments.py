@@ -23,6 +23,7 @@ class ForwardArguments(NamedTuple):
     Shapes: q, k, v, out: (batch, seqlen, heads, dim), packed (total, heads, dim); last stride 1,
             addresses and the other strides multiples of 16 bytes; rows_q, rows_k: seqlen or total
             lse: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), f32
+            with keys split out and lse are (num_splits, …) of what they are else, both f32
             tile_counter: one int32, zero between launches; 0 where every CTA has one tile
             cu_seqlens: (batch + 1,), seqused: (batch,) int32; sink: (num_heads_q,)
             page_table: (batch, max_pages) int32; k, v: (num_pages, page_size, heads, dim) then,
@@ -73,6 +74,7 @@ class ForwardArguments(NamedTuple):
     window_left: Int32
     window_right: Int32
     chunk: Int32
+    num_splits: Int32
     section: Int32
     num_ctas: Int32
     stream: Stream

@@ -19,7 +19,7 @@ from flash_cute.arguments import MAX_COMBINED_ROWS, NUM_COMBINE_ADDRESSES, Combi
 from flash_cute.cache import Executable
 from flash_cute.errors import UnsupportedProblem
 
-MAX_SPLITS = 256
+MAX_SPLITS = selection.MAX_SPLITS
 HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = selection.COMBINE_TILE_DIMS[-1]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import cache, compile, selection
+from flash_cute import cache, compile, selection, splitting
 from flash_cute.cache import Executable
 from flash_cute.errors import CaptureError, UnsupportedProblem
 from flash_cute.modifiers import Given, work_out
@@ -138,8 +138,10 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Key | Non
         return _without_keys(problem, inputs)
     with torch.cuda.device(problem.device):
         executable = ready_executable(kernel_key)
+        merge = splitting.merge_key(problem, kernel_key)
+        merger = None if merge is None else ready_executable(merge)
         given, inputs = inputs, _readable(inputs)
-        plan = make_plan(problem, inputs, kernel_key, target, executable)
+        plan = make_plan(problem, inputs, kernel_key, target, executable, merger)
         if key is not None and _is_remembered(key, given, inputs):
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()

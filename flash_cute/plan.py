@@ -20,6 +20,7 @@ from flash_cute.arguments import NUM_ADDRESSES, ForwardArguments
 from flash_cute.cache import Executable
 from flash_cute.errors import UnsupportedProblem
 from flash_cute.problem import AttentionInputs, AttentionProblem
+from flash_cute.splitting import Merge, make_merge
 from flash_cute.target import Target
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -124,6 +125,7 @@ class LaunchPlan:
     device_index: int
     counters: TileCounters | None
     tile: tuple[int, int]
+    merge: Merge | None = None
 
     def run(
         self,
@@ -149,8 +151,18 @@ class LaunchPlan:
         if self.lse_shape is not None:
             lse = empty(self.lse_shape, self.lse_strides, torch.float32)
             lse_address = lse.data_ptr()
-        results = (out.data_ptr(), lse_address, counter)
-        self.executable(*qkv, *results, *extras, *self.arguments, stream, *captured)
+        results = (out.data_ptr(), lse_address)
+        merge = self.merge
+        if merge is None:
+            self.executable(*qkv, *results, counter, *extras, *self.arguments, stream, *captured)
+            return out if lse is None else (out, lse)
+        shape, lse_shape = merge.partial_shape, merge.partial_lse_shape
+        partial = empty(shape, contiguous_strides(shape), torch.float32)
+        partial_lse = empty(lse_shape, contiguous_strides(lse_shape), torch.float32)
+        partials = (partial.data_ptr(), partial_lse.data_ptr())
+        self.executable(*qkv, *partials, counter, *extras, *self.arguments, stream, *captured)
+        cu_seqlens_q, _, seqused_q = extras[:3]
+        merge.run(partial, partial_lse, results, (cu_seqlens_q, seqused_q), stream)
         return out if lse is None else (out, lse)
 
 
@@ -160,41 +172,46 @@ def make_plan(
     kernel_key: selection.KernelKey,
     target: Target,
     executable: Executable,
+    merger: Executable | None = None,
 ) -> LaunchPlan:
     """Work out the launch of a problem on readable tensors laid out like `inputs`.
 
+    Args:
+        merger: the kernel that merges the parts, where the keys are split.
     Raises: UnsupportedProblem when there are more query tiles than can be counted.
     """
     p, q, k, out = problem, inputs.q, inputs.k, inputs.out
     out_shape = (*q.shape[:-1], p.head_dim_v)
     lse_shape = result_lse_shape(problem, inputs) if p.return_lse else None
-    rows_q, rows_k = q.shape[-3], k.shape[-3]
+    rows_q = q.shape[-3]
     packs = p.num_heads_kv * -(-p.group // kernel_key.spec.pack_heads)
     positions, tile_n = kernel_key.config.positions(kernel_key.spec), kernel_key.config.tile_n
     blocks = rows_q // positions + p.batch if p.is_packed_q else p.batch * -(-rows_q // positions)
-    num_tiles = blocks * packs
+    splits = 1
+    if kernel_key.spec.is_split:
+        splits = selection.num_splits(p, kernel_key.spec, kernel_key.config, target)
+    num_tiles = blocks * packs * splits
     if num_tiles >= 2**31 - MOST_CTAS:
         raise UnsupportedProblem(
             f"the problem has {num_tiles} query tiles, at most 2**31: split it"
         )
     num_ctas = min(target.num_sms * kernel_key.config.ctas_per_sm, num_tiles)
     out_strides = contiguous_strides(out_shape)
+    given_strides = out_strides if out is None else out.stride()
+    written, merge = (out_shape, given_strides), None
+    if merger is not None:
+        merge = make_merge(p, inputs, splits, given_strides, merger)
+        written = (merge.parts_as_batches, contiguous_strides(merge.parts_as_batches))
     arguments = ForwardArguments(
         **dict.fromkeys(ForwardArguments._fields[:NUM_ADDRESSES], 0),
-        batch=p.batch,
-        rows_q=rows_q,
-        rows_k=rows_k,
-        num_heads_q=p.num_heads_q,
-        num_heads_kv=p.num_heads_kv,
-        head_dim=p.head_dim,
-        head_dim_v=p.head_dim_v,
-        **_pages(inputs),
+        **_sizes(problem, inputs),
         **_strides("q", q.shape, q.stride()),
         **_strides("k", k.shape, k.stride()),
         **_strides("v", inputs.v.shape, inputs.v.stride()),
-        **_strides("out", out_shape, out_strides if out is None else out.stride()),
+        **_strides("out", *written),
         **_numbers(problem),
-        section=section_heads(problem, packs),
+        num_splits=splits,
+        section=section_heads(problem, packs) * splits,
         num_ctas=num_ctas,
         stream=0,
     )
@@ -209,6 +226,7 @@ def make_plan(
         device_index=q.get_device(),
         counters=tile_counters(q.get_device()) if num_ctas < num_tiles or p.is_packed_q else None,
         tile=(positions, tile_n),
+        merge=merge,
     )
 
 
@@ -226,15 +244,20 @@ def _numbers(p: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _pages(inputs: AttentionInputs) -> dict[str, int]:
-    """Sizes of paged keys; zeros where they are not."""
+def _sizes(p: AttentionProblem, inputs: AttentionInputs) -> dict[str, int]:
+    """Extents of the operands; those of pages are 0 where there are none."""
     table = inputs.page_table
-    if table is None:
-        return {"num_pages": 0, "max_pages": 0, "page_table_stride": 0}
     return {
-        "num_pages": inputs.k.shape[0],
-        "max_pages": table.shape[1],
-        "page_table_stride": table.stride(0),
+        "batch": p.batch,
+        "rows_q": inputs.q.shape[-3],
+        "rows_k": inputs.k.shape[-3],
+        "num_heads_q": p.num_heads_q,
+        "num_heads_kv": p.num_heads_kv,
+        "head_dim": p.head_dim,
+        "head_dim_v": p.head_dim_v,
+        "num_pages": 0 if table is None else inputs.k.shape[0],
+        "max_pages": 0 if table is None else table.shape[1],
+        "page_table_stride": 0 if table is None else table.stride(0),
     }
 
 

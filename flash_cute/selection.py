@@ -131,6 +131,9 @@ class Variant:
 
 
 PLAIN = Variant()
+LEAST_BLOCKS = 4  # of keys that are worth a part of their own
+WELL_FILLED = 0.8  # of the multiprocessors: then nothing is gained by splitting
+MAX_SPLITS = 256
 
 
 @dataclass(frozen=True)
@@ -306,9 +309,40 @@ def _key(
         spec = replace(spec, page_rows=_page_rows(p.page_size, config.tile_n))
     if Feature.PACK_GQA in declaration.features:
         spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
+    if num_splits(p, spec, config, target) > 1:
+        spec = replace(spec, is_split=True, has_lse=True)
     if subclass is not None:
         return SubclassKey(declaration.kernel, target.arch, spec, config, subclass)
     return KernelKey(declaration.kernel, target.arch, spec, config)
+
+
+def num_splits(
+    p: AttentionProblem,
+    spec: ForwardSpecialization,
+    config: sm90.ForwardConfigSm90,
+    target: Target,
+) -> int:
+    """Parts that the keys are split into.
+
+    By itself only where lengths are not hints, and where the tiles leave multiprocessors idle.
+    Raises: UnsupportedProblem when a block mask's lists would have to be split.
+    """
+    if p.num_splits > 1 and p.has_block_mask:
+        raise UnsupportedProblem(
+            f"num_splits is {p.num_splits} with a block mask, expected 0 or 1: lists of blocks are "
+            "not split"
+        )
+    if p.num_splits != 0:
+        return p.num_splits
+    is_hint = p.is_packed_q or p.is_packed_k or p.page_size is not None
+    if Feature.SPLIT_KV not in SM90.features or p.has_block_mask or is_hint:
+        return 1
+    blocks = -(-p.seqlen_k // config.tile_n)
+    packs = p.num_heads_kv * -(-p.group // spec.pack_heads)
+    tiles = p.batch * packs * -(-p.seqlen_q // config.positions(spec))
+    if blocks <= LEAST_BLOCKS or tiles >= WELL_FILLED * target.num_sms:
+        return 1
+    return max(1, min(target.num_sms // tiles, blocks // LEAST_BLOCKS, MAX_SPLITS))
 
 
 def _page_rows(page_size: int, tile_n: int) -> int:

@@ -44,6 +44,7 @@ class ForwardSpecialization:
     block_mod: CallbackKey | None = None  # mask_mod of the block mask: partial blocks only
     pack_heads: int = 1  # query heads of one key/value head in a tile
     page_rows: int = 0  # keys of one load from a page; 0 where keys are not paged
+    is_split: bool = False  # the keys of a tile are split; partial results leave the kernel
 
     @property
     def modifies_scores(self) -> bool:
@@ -87,6 +88,7 @@ class ForwardSpecialization:
             "usedk": self.has_seqused_k,
             f"pack{self.pack_heads}": self.pack_heads > 1,
             f"pages{self.page_rows}": self.page_rows > 0,
+            "split": self.is_split,
             "lse": self.has_lse,
             "negated": self.negate_scores,
         }

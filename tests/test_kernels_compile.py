@@ -34,6 +34,14 @@ FEATURES = [
     {"has_seqused_k": True, "page_rows": 16},
     {"has_seqused_k": True, "is_packed_q": True, "page_rows": 16, "pack_heads": 8},
     {**WINDOW, "has_seqused_k": True, "page_rows": 8},
+    {"has_seqused_k": True, "is_causal": True, "is_split": True},
+    {
+        "has_seqused_k": True,
+        "is_packed_q": True,
+        "page_rows": 16,
+        "pack_heads": 8,
+        "is_split": True,
+    },
     {**PACKED, **USED, **WINDOW, "has_chunk": True, "has_softcap": True, "sink_dtype": "fp32"},
 ]
 REGISTERS_AT_ENTRY = {256: 255, 384: 168, 512: 128}  # by threads of a CTA: 64k registers shared

@@ -68,8 +68,8 @@ class Double(Base):
     lacks = frozenset({Feature.LSE})
 
     @cute.jit
-    def close_rows(self, p, c, rows, factor, lse):
-        super().close_rows(p, c, rows, factor, lse)
+    def close_rows(self, p, c, work, rows, factor, lse):
+        super().close_rows(p, c, work, rows, factor, lse)
         for r in range(cute.size(factor)):
             factor[r] = 2.0 * factor[r]
 
@@ -389,7 +389,7 @@ class Constant(Base):
 
 class Broken(Base):
     @cute.jit
-    def close_rows(self, p, c, rows, factor, lse):
+    def close_rows(self, p, c, work, rows, factor, lse):
         if c.warpgroup == 0:  # a run-time condition: the DSL has rewritten what follows
             factor[0] = p.no_such_parameter
 
@@ -403,7 +403,7 @@ class BrokenPlain(Base):
 
 
 class BrokenName(Base):
-    def close_rows(self, p, c, rows, factor, lse):
+    def close_rows(self, p, c, work, rows, factor, lse):
         factor.fill(no_such_name)  # noqa: F821
 
 
@@ -419,14 +419,19 @@ class Wide(Base):
     def finish_product(self, *arguments, extra=None):
         Base.finish_product(self, *arguments)
 
-    def close_rows(self, params, consumer, rows, factor, lse, more=1):
-        super().close_rows(params, consumer, rows, factor, lse)
+    def close_rows(self, params, consumer, work, rows, factor, lse, more=1):
+        super().close_rows(params, consumer, work, rows, factor, lse)
 
 
 @pytest.mark.parametrize(
     "kernel, method, took, expected",
     [
-        (Forgetful, "close_rows", "(self, p, c, factor, lse)", "(self, p, c, rows, factor, lse)"),
+        (
+            Forgetful,
+            "close_rows",
+            "(self, p, c, factor, lse)",
+            "(self, p, c, work, rows, factor, lse)",
+        ),
         (Demanding, "finish_product", "(self, pipes, v_state, *, how)", "(self, pipes, v_state)"),
         (Static, "finish_product", "(self, pipes, v_state)", "(self, pipes, v_state)"),
         (Constant, "finish_product", "3", "(self, pipes, v_state)"),
@@ -659,8 +664,8 @@ def test_a_class_defined_anew_is_compiled_anew(gpu: None):
 
     def scaled(by: float) -> type:
         class Scaled(Base):
-            def close_rows(self, p, c, rows, factor, lse):
-                super().close_rows(p, c, rows, factor, lse)
+            def close_rows(self, p, c, work, rows, factor, lse):
+                super().close_rows(p, c, work, rows, factor, lse)
                 for r in range(cute.size(factor)):
                     factor[r] = by * factor[r]
 

@@ -7,10 +7,10 @@ and a quad one full 64-byte run of a row.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from flash_cute.device.pack_gqa import Rows
-from flash_cute.device.primitives import pack_halves, quad_transpose
+from flash_cute.device.primitives import column_offset, pack_halves, quad_transpose
 
 ELEMENTS_PER_STORE = 8
 
@@ -44,6 +44,27 @@ def store_output(
                 target = cute.domain_offset((row, col), gO).iterator
                 target = cute.recast_ptr(target.align(16), dtype=Int32)
                 cute.autovec_copy(run, cute.make_tensor(target, cute.make_layout(4)))
+
+
+@cute.jit
+def store_floats(
+    acc_O: cute.Tensor,
+    mO: cute.Tensor,
+    rows: Rows,
+    lane: Int32,
+    num_rows: Int32,
+    num_cols: Int32,
+):
+    """`store_output` of float32: a lane stores its pairs of columns, a quad 32 bytes of a row."""
+    for r in cutlass.range_constexpr(cute.size(acc_O, mode=[0])):
+        row, gO = rows.q_idx[r], mO[None, None, rows.heads[r]]
+        for i in cutlass.range_constexpr(0, cute.size(acc_O, mode=[1]), 2):
+            col = column_offset(i) + 2 * (lane % 4)
+            if row < num_rows and col < num_cols:
+                pair = cute.make_rmem_tensor(2, Float32)
+                pair[0], pair[1] = acc_O[r, i], acc_O[r, i + 1]
+                target = cute.domain_offset((row, col), gO).iterator.align(8)
+                cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
 
 
 @cute.jit

@@ -119,6 +119,20 @@ class AttentionMask:
         return BlockRange(begin, full_begin, full_end, end)
 
     @cute.jit
+    def split_range(self, blocks: BlockRange, split: Int32, num_splits: Int32):
+        """(the part number `split` of the blocks, whether it is empty).
+
+        An empty part gets a block all the same, in which nothing may be seen.
+        """
+        size = (blocks.end - blocks.begin + num_splits - 1) // num_splits
+        first = blocks.begin + split * size
+        begin = cutlass.min(first, blocks.end - 1)
+        end = cutlass.max(cutlass.min(first + size, blocks.end), begin + 1)
+        full_begin = cutlass.max(cutlass.min(blocks.full_begin, end), begin)
+        full_end = cutlass.max(cutlass.min(blocks.full_end, end), begin)
+        return BlockRange(begin, full_begin, full_end, end), first >= blocks.end
+
+    @cute.jit
     def apply(
         self,
         scores: cute.Tensor,

@@ -27,6 +27,7 @@ class Tile:
     m_block: Int32
     head: Int32
     batch: Int32
+    split: Int32  # part of its keys; 0 where they are not split
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,15 @@ class TileScheduler:
     """
 
     num_m_blocks: Int32  # of a padded sequence
-    num_heads: Int32  # of a sequence; packs of heads, where they are packed
+    num_heads: Int32  # of a sequence: packs of heads where they are packed, times the splits
+    num_splits: Int32
     section: Int32
     num_ctas: Int32
     counter: cute.Pointer
     sequences: SequenceTable
     tile_m: cutlass.Constexpr[int]  # queries of a tile
     is_packed: cutlass.Constexpr[bool]
+    is_split: cutlass.Constexpr[bool]
 
     @cute.jit
     def locate(self, tile_idx: Int32, cursor: Cursor):
@@ -79,7 +82,7 @@ class TileScheduler:
         batch = pair // self.num_heads
         is_valid = tile_idx < self.num_m_blocks * num_pairs
         m_block = cutlass.select_(is_valid, self.num_m_blocks - 1 - m_reversed, Int32(-1))
-        return Tile(m_block, pair - batch * self.num_heads, batch)
+        return self.tile(m_block, pair - batch * self.num_heads, batch)
 
     @cute.jit
     def locate_packed(self, tile_idx: Int32, cursor: Cursor):
@@ -103,8 +106,17 @@ class TileScheduler:
         m_reversed = within // self.num_heads
         is_valid = index < LANES and batch < self.sequences.batch
         m_block = cutlass.select_(is_valid, num_m_blocks - 1 - m_reversed, Int32(-1))
-        tile = Tile(m_block, within - m_reversed * self.num_heads, batch)
+        tile = self.tile(m_block, within - m_reversed * self.num_heads, batch)
         return tile, Cursor(first, before)
+
+    @cute.jit
+    def tile(self, m_block: Int32, head: Int32, batch: Int32) -> Tile:
+        """A tile; the splits of a head are neighbours among the heads."""
+        split = Int32(0)
+        if const_expr(self.is_split):
+            split = head % self.num_splits
+            head = head // self.num_splits
+        return Tile(m_block, head, batch, split)
 
     @cute.jit
     def tiles_up_to(self, first: Int32, lane: Int32) -> Int32:

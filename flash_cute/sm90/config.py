@@ -91,6 +91,8 @@ class ForwardConfigSm90:
                     f"tile_n is {self.tile_n}, expected a multiple of {4 * key.width}, since "
                     f"{key.kind}.__vec_size__ is {key.width} and a thread has tile_n / 4 columns"
                 )
+        if spec.is_split and (spec.has_block_mask or not spec.has_lse):
+            broken.append("the keys are split: lists of blocks cannot be, and lse is needed")
         if spec.page_rows % 8 or (spec.page_rows and self.tile_n % spec.page_rows):
             broken.append(
                 f"rows of a page's load are {spec.page_rows}, expected a multiple of 8 that "

@@ -72,6 +72,7 @@ class Work:
     blocks: BlockRange
     num_partial: Int32  # listed blocks of a block mask; 0 without one
     num_full: Int32
+    is_empty: cutlass.Boolean  # a split without a block of its own
 
 
 @dataclass(frozen=True)
@@ -273,12 +274,16 @@ class FlashAttentionForwardSm90:
         said, tile_m = self.exchange.receive(smem, slot), p.packing.positions
         first_row = said.tile.m_block * tile_m
         blocks = self.mask.block_range(first_row, tile_m, said.seqlen, p.bounds)
-        return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full)
+        is_empty = cutlass.Boolean(False)
+        if const_expr(self.spec.is_split):
+            num_splits = p.scheduler.num_splits
+            blocks, is_empty = self.mask.split_range(blocks, said.tile.split, num_splits)
+        return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full, is_empty)
 
     @cute.jit
     def visible_blocks(self, p: ForwardParams, c: Consumer, work: Work) -> Work:
         """The same work, with only those blocks that the warpgroup's own rows see any key of."""
-        if const_expr(p.packing.heads == 1):
+        if const_expr(p.packing.heads == 1 and not self.spec.is_split):
             first_row = work.tile.m_block * self.config.tile_m + c.warpgroup * ROWS_PER_WARPGROUP
             blocks = self.mask.block_range(
                 first_row, ROWS_PER_WARPGROUP, work.seqlen, p.bounds, work.blocks
@@ -337,6 +342,9 @@ class FlashAttentionForwardSm90:
         self.modify_scores(p, S, work, n_block, place, True)
         if const_expr(self.spec.has_block_mask):
             if work.num_partial + work.num_full == 0:
+                S.fill(-Float32.inf)
+        if const_expr(self.spec.is_split):
+            if work.is_empty:
                 S.fill(-Float32.inf)
         self.first_weights(p, c, work, acc_S)
         self.clear_tail(c, pipes, v_state, work, n_block)
@@ -537,11 +545,16 @@ class FlashAttentionForwardSm90:
             self.weigh_speculatively(p, c, pipes, v_state, acc_S)
 
     @cute.jit
-    def close_rows(self, p: ForwardParams, c: Consumer, rows: Rows, factor, lse):
+    def close_rows(self, p: ForwardParams, c: Consumer, work: Work, rows: Rows, factor, lse):
         """What a tile's rows of O must be multiplied by, and their log-sum-exp."""
         sinks_log2 = None
         if const_expr(self.spec.sink_dtype is not None):
             sinks_log2 = tuple(p.mSink[h].to(Float32) * softmax.LOG2_E for h in rows.heads)
+            if const_expr(self.spec.is_split):  # it counts once
+                is_first = work.tile.split == 0
+                sinks_log2 = tuple(
+                    cutlass.select_(is_first, sink, -Float32.inf) for sink in sinks_log2
+                )
         softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sinks_log2)
 
     @cute.jit
@@ -619,15 +632,20 @@ class FlashAttentionForwardSm90:
         rows = p.packing.rows(tile, self.place(thread)[0], ROWS_PER_THREAD, seqlen.seqlen_q)
         factor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        self.close_rows(p, c, rows, factor, lse)
+        self.close_rows(p, c, work, rows, factor, lse)
         batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
+        if const_expr(self.spec.is_split):
+            batch += tile.split * (1 if self.spec.is_packed_q else p.sequences.batch)
         if const_expr(self.spec.has_lse):
             mLSE = cute.domain_offset((seqlen.offset_q, 0), p.mLSE[None, None, batch])
             epilogue.store_lse(lse, mLSE, rows, lane, seqlen.seqlen_q)
         O = as_rows_cols(c.acc_O)
         softmax.scale_rows(O, factor)
         mO = cute.domain_offset((seqlen.offset_q, 0, 0), p.mO[None, None, None, batch])
-        epilogue.store_output(O, mO, rows, lane, seqlen.seqlen_q, p.head_dim_v)
+        if const_expr(self.spec.is_split):
+            epilogue.store_floats(O, mO, rows, lane, seqlen.seqlen_q, p.head_dim_v)
+        else:
+            epilogue.store_output(O, mO, rows, lane, seqlen.seqlen_q, p.head_dim_v)
 
     @cute.jit
     def round_weights(self, weights, rP):

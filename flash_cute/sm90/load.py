@@ -111,6 +111,8 @@ class LoadWarp:
         else:
             tile_m = p.packing.positions
             blocks = self.mask.block_range(tile.m_block * tile_m, tile_m, seqlen, p.bounds)
+            if const_expr(self.spec.is_split):
+                blocks, _ = self.mask.split_range(blocks, tile.split, p.scheduler.num_splits)
             last, n_block = blocks.end - 1, blocks.begin
             k_state = self.load_block(p, p.k, pipes.k, k_state, keys, keys.k, last)
             q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)

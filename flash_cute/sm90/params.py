@@ -78,6 +78,8 @@ class LaunchDescription:
         """Arguments that stand for the real ones while compiling."""
         data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
         data |= dict.fromkeys(("q", "k", "v", "out"), self.dtype)
+        if self.spec.is_split:
+            data["out"] = Float32
 
         def address(name):
             dtype = data.get(name, Int32)
@@ -115,7 +117,7 @@ class LaunchDescription:
         mLSE = cute.make_tensor(
             args.lse,
             cute.make_layout(
-                (args.rows_q, args.num_heads_q, args.batch),
+                (args.rows_q, args.num_heads_q, args.batch * args.num_splits),
                 stride=(1, lse_rows, lse_rows * args.num_heads_q),
             ),
         )
@@ -138,13 +140,15 @@ class LaunchDescription:
             mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
             scheduler=TileScheduler(
                 num_m_blocks=(args.rows_q + positions - 1) // positions,
-                num_heads=args.num_heads_kv * packing.packs,
+                num_heads=args.num_heads_kv * packing.packs * args.num_splits,
+                num_splits=args.num_splits,
                 section=args.section,
                 num_ctas=args.num_ctas,
                 counter=args.tile_counter,
                 sequences=sequences,
                 tile_m=positions,
                 is_packed=spec.is_packed_q,
+                is_split=spec.is_split,
             ),
             sequences=sequences,
             bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
@@ -206,6 +210,8 @@ class LaunchDescription:
         batch = 1 if is_packed else args.batch
         if self.spec.page_rows and name in ("k", "v"):
             batch = args.num_pages
+        if self.spec.is_split and name == "out":
+            batch = batch * args.num_splits
         layout = cute.make_layout(
             (rows, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
         )

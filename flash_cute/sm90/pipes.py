@@ -20,7 +20,7 @@ from flash_cute.specialization import ForwardSpecialization
 
 WARPS_PER_WARPGROUP = 4
 TILE_STAGES = 2
-TILE_FIELDS = 8  # 32-bit words of a tile announcement: coordinates, lengths
+TILE_FIELDS = 8  # 32-bit words of a tile announcement: coordinates, lengths, a split
 SPARSE_TILE_FIELDS = 12  # and the counts of a block mask
 
 
@@ -131,6 +131,8 @@ class Exchange:
             fields = (tile.m_block, tile.head, tile.batch)
             fields += (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.offset_q, seqlen.offset_k)
             fields += tuple(counts)
+            if const_expr(self.spec.is_split):
+                fields += (tile.split,)
             for i in cutlass.range_constexpr(len(fields)):
                 slot[i] = fields[i]
             pipes.tile.producer_commit(state)
@@ -140,7 +142,8 @@ class Exchange:
     @cute.jit
     def receive(self, smem: SharedTensors, slot: Int32) -> Announcement:
         """What `announce` wrote into a slot of the ring."""
-        tile = Tile(smem.tiles[0, slot], smem.tiles[1, slot], smem.tiles[2, slot])
+        split = smem.tiles[7, slot] if self.spec.is_split else Int32(0)
+        tile = Tile(smem.tiles[0, slot], smem.tiles[1, slot], smem.tiles[2, slot], split)
         seqlen = SeqlenInfo(*[smem.tiles[i, slot] for i in range(3, 7)])
         num_partial, num_full = Int32(0), Int32(0)
         if const_expr(self.spec.has_block_mask):

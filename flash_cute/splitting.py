@@ -1,0 +1,85 @@
+"""Attention over parts of the keys, and the merge of what they give: how many, where, and how.
+
+With few queries the keys of a head are split over several tiles. Each writes a float32 result and
+its log-sum-exp into a workspace; the kernel of `combine_plan` merges them on the same stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flash_cute.cache import Executable
+from flash_cute.combine_plan import CombinePlan, CombineStrides, combine_key, make_combine_plan
+from flash_cute.problem import AttentionInputs, AttentionProblem
+from flash_cute.selection import CombineKey, KernelKey
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """What follows a launch on split keys.
+
+    Shapes: partial_shape, partial_lse_shape: of the workspace, contiguous, float32
+    """
+
+    plan: CombinePlan
+    partial_shape: tuple[int, ...]
+    partial_lse_shape: tuple[int, ...]
+
+    @property
+    def parts_as_batches(self) -> tuple[int, ...]:
+        """partial_shape with the parts as one more batch; packed sequences have no other."""
+        parts, *rest = self.partial_shape
+        return (parts * rest[0], *rest[1:]) if len(rest) == 4 else self.partial_shape
+
+    def run(
+        self,
+        partial: torch.Tensor,
+        partial_lse: torch.Tensor,
+        results: tuple[int, int],
+        lengths: tuple[int, int],
+        stream: int,
+    ) -> None:
+        """Enqueue the merge; results: addresses of out and lse; lengths: of cu_seqlens, seqused."""
+        addresses = (partial.data_ptr(), partial_lse.data_ptr(), *results, *lengths)
+        self.plan.run(addresses, stream)
+
+
+def merge_key(problem: AttentionProblem, key: KernelKey) -> CombineKey | None:
+    """Return the key of the kernel that merges; None where keys are not split."""
+    p = problem
+    if not key.spec.is_split:
+        return None
+    ragged = (p.is_packed_q, p.has_seqused_q)
+    return combine_key(key.arch, torch.float32, p.dtype, p.head_dim_v, *ragged)
+
+
+def make_merge(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    num_splits: int,
+    out_strides: tuple[int, ...],
+    executable: Executable,
+) -> Merge:
+    """Work out the workspace and the merge of a launch.
+
+    Args:
+        out_strides: of out, (batch, seqlen, heads, dim) or packed (total, heads, dim).
+    """
+    p, is_packed = problem, problem.is_packed_q
+    *batch, rows, heads, _ = inputs.q.shape
+    partial = (num_splits, *batch, rows, heads, p.head_dim_v)
+    partial_lse = (num_splits, *batch, heads, rows)
+    num_batch = 1 if is_packed else batch[0]
+    row, sequence = heads * p.head_dim_v, rows * heads * p.head_dim_v
+    lse_sequence = rows * heads
+    strides = CombineStrides(
+        out_partial=(num_batch * sequence, sequence, row, p.head_dim_v),
+        lse_partial=(num_batch * lse_sequence, lse_sequence, 1, rows),
+        out=(0 if is_packed else out_strides[0], *out_strides[-3:-1]),
+        lse=(lse_sequence, 1, rows),
+    )
+    shape = (num_splits, num_batch, rows, heads, p.head_dim_v)
+    plan = make_combine_plan(executable, shape, strides, p.batch if is_packed else None)
+    return Merge(plan, partial, partial_lse)

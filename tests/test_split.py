@@ -1,0 +1,158 @@
+"""Keys split over tiles: how many parts, what is launched, and the result on a GPU."""
+
+import dataclasses
+
+import checks
+import pytest
+import torch
+import toy_gpu
+
+from flash_cute import (
+    Feature,
+    UnsupportedProblem,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    selection,
+)
+from flash_cute.problem import AttentionProblem, Lengths
+from flash_cute.target import Target
+
+H200 = Target.from_arch("sm_90a")
+DECLARED = selection.SM90.features | {Feature.SPLIT_KV, Feature.PAGED_KV}
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch):
+    """The kernel as if it were declared to split keys."""
+    changed = dataclasses.replace(selection.SM90, features=DECLARED)
+    monkeypatch.setattr(selection, "SM90", changed)
+    monkeypatch.setattr(selection, "KERNELS", (changed,))
+
+
+def splits_of(num_splits: int = 0, **changes) -> int:
+    sizes = dict(batch=1, seqlen_q=1, seqlen_k=65536, num_heads_q=8, num_heads_kv=8, device="cuda")
+    dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, num_splits=num_splits)
+    problem = AttentionProblem(**(sizes | dims | changes))
+    key = selection.key_for(problem, H200)
+    found = selection.num_splits(problem, key.spec, key.config, H200)
+    assert key.spec.is_split == (found > 1)
+    assert key.spec.has_lse or found == 1
+    assert not key.config.check(key.spec)
+    return found
+
+
+def test_parts_fill_the_multiprocessors(declared: None):
+    assert splits_of() == 132 // 8
+    assert splits_of(batch=4) == 4
+    assert splits_of(batch=64) == 1
+    assert splits_of(seqlen_k=512) == 1
+    assert splits_of(seqlen_k=2048) == 16 // selection.LEAST_BLOCKS
+    assert splits_of(num_heads_kv=1, num_heads_q=8) == 65536 // 128 // selection.LEAST_BLOCKS
+
+
+def test_hints_do_not_split_by_themselves_and_a_number_decides(declared: None):
+    assert splits_of(is_packed_q=True, is_packed_k=True) == 1
+    assert splits_of(page_size=16) == 1
+    assert splits_of(3, is_packed_q=True, is_packed_k=True) == 3
+    assert splits_of(1) == 1
+    assert splits_of(200) == 200
+
+
+def test_nothing_splits_by_itself_before_it_is_declared():
+    if Feature.SPLIT_KV in selection.SM90.features:
+        pytest.skip("it is declared")
+    assert splits_of() == 1
+
+
+def test_lists_of_blocks_are_not_split(declared: None):
+    assert splits_of(has_block_mask=True) == 1
+    with pytest.raises(UnsupportedProblem, match="num_splits is 2 with a block mask"):
+        splits_of(2, has_block_mask=True)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_parts_are_launched_and_merged(
+    declared: None, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+):
+    launches = toy_gpu.install(monkeypatch)
+    batch, rows, heads, d = 2, 40, 4, 64
+    shape = (batch * rows, heads, d) if is_packed else (batch, rows, heads, d)
+    q, k, v = (toy_gpu.on_gpu(torch.zeros(shape, dtype=torch.bfloat16)) for _ in range(3))
+    if is_packed:
+        starts = toy_gpu.on_gpu(torch.tensor([0, rows, 2 * rows], dtype=torch.int32))
+        lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        out = flash_attn_varlen_func(q, k, v, **lengths, num_splits=3)
+    else:
+        out = flash_attn_func(q, k, v, num_splits=3)
+    assert out.shape == q.shape
+    attention, merge = launches.launched
+    assert attention.spec.is_split and merge.is_packed == is_packed
+    assert merge.out_dtype == "bf16"
+
+
+# ---- On a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU here")
+    if Feature.SPLIT_KV not in selection.SM90.features:
+        pytest.skip("no kernel declares split keys yet")
+
+
+def check(operands, lengths=None, **options):
+    lengths = lengths or {}
+    function = flash_attn_varlen_func if lengths else flash_attn_func
+    exact = checks.oracle(*operands, Lengths(**lengths), **options)
+    for num_splits in (0, 1, 2, 3, 64):
+        got = function(*operands, **lengths, **options, num_splits=num_splits, return_lse=True)
+        checks.assert_attention(got, *exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)])
+@pytest.mark.parametrize("rows", [1, 17, 200])
+def test_parts_give_the_whole(gpu: None, rows: int, dims):
+    operands = checks.gaussian(checks.Case(2, 4, 2, rows, 1000, *dims), "cuda")
+    for causal in (False, True):
+        check(operands, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {"window_size": (200, 10)}, {"attention_chunk": 96}, {"softcap": 20.0}, {"pack_gqa": True},
+    {"sink": True}, {"score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.01 * kv_idx},
+], ids=lambda options: next(iter(options)))  # fmt: skip
+def test_everything_else_counts_too(gpu: None, options):
+    if "sink" in options:
+        options = {"sink": torch.linspace(-2, 3, 4, device="cuda")}
+    operands = checks.gaussian(checks.Case(2, 4, 2, 30, 1000, 128, 128), "cuda")
+    pack = {"pack_gqa": options.pop("pack_gqa")} if "pack_gqa" in options else {}
+    exact = checks.oracle(*operands, **options)
+    for num_splits in (2, 5):
+        both = {**options, **pack, "num_splits": num_splits, "return_lse": True}
+        checks.assert_attention(flash_attn_func(*operands, **both), *exact)
+
+
+@pytest.mark.gpu
+def test_used_and_packed_lengths(gpu: None):
+    q, k, v = checks.gaussian(checks.Case(3, 4, 2, 20, 900, 128, 128), "cuda")
+    used = torch.tensor([0, 5, 900], dtype=torch.int32, device="cuda")
+    for b, length in enumerate(used.tolist()):
+        k[b, length:], v[b, length:] = float("nan"), float("nan")
+    check((q, k, v), {"seqused_k": used}, causal=True)
+    starts = torch.tensor([0, 20, 20, 60], dtype=torch.int32, device="cuda")
+    q = q.flatten(0, 1)
+    check((q, k, v), {"cu_seqlens_q": starts, "seqused_k": used}, causal=True)
+
+
+@pytest.mark.gpu
+def test_graphs_replay_split_keys(gpu: None):
+    q, k, v = checks.gaussian(checks.Case(1, 4, 4, 1, 8000, 128, 128), "cuda")
+    expected = flash_attn_func(q, k, v, num_splits=7)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_func(q, k, v, num_splits=7)
+    graph.replay()
+    checks.assert_same_bits("out", out, expected)
