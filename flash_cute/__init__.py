@@ -29,6 +29,7 @@ from flash_cute.errors import (
 )
 from flash_cute.features import Feature
 from flash_cute.flex import flex_attention
+from flash_cute.kvcache import flash_attn_with_kvcache
 from flash_cute.problem import AttentionProblem, Support
 from flash_cute.target import Target
 from flash_cute.variant import and_masks, or_masks
@@ -61,6 +62,7 @@ __all__ = [
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "flex_attention",
     "is_supported",
     "or_masks",

@@ -38,12 +38,14 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_int(what: str, value: object, least: int) -> None:
+def check_int(what: str, value: object, least: int) -> None:
+    """Refuse what is no integer, or below `least`."""
     if not _is_int(value) or cast(int, value) < least:
         refuse(what, repr(value), f"an integer of at least {least}")
 
 
-def _check_bool(what: str, value: object) -> None:
+def check_bool(what: str, value: object) -> None:
+    """Refuse what is not True or False."""
     if not isinstance(value, bool):
         refuse(what, repr(value), "True or False")
 
@@ -103,6 +105,12 @@ class AttentionProblem:
     has_seqused_q: bool = False
     has_seqused_k: bool = False
     page_size: int | None = None
+    # Of a call with a cache: what is done to it and to q on the way.
+    has_new_keys: bool = False
+    has_rotary: bool = False
+    has_batch_idx: bool = False
+    has_leftpad: bool = False
+    has_qv: bool = False
     pack_gqa: bool | None = None
     num_splits: int = 1
     return_lse: bool = False
@@ -120,7 +128,7 @@ class AttentionProblem:
         put(self, "window_left", _window_bound("window_size[0]", self.window_left))
         put(self, "window_right", _window_bound("window_size[1]", self.window_right))
         if cast("float | None", self.softmax_scale) is None:
-            _check_int("head_dim", self.head_dim, 1)
+            check_int("head_dim", self.head_dim, 1)
             put(self, "softmax_scale", self.head_dim**-0.5)
         _check_finite("softmax_scale", self.softmax_scale)
         _check_finite("softcap", self.softcap)
@@ -139,26 +147,26 @@ class AttentionProblem:
 
     def _check_sizes(self) -> None:
         for name in ("batch", "seqlen_q", "seqlen_k"):
-            _check_int(name, getattr(self, name), 0)
+            check_int(name, getattr(self, name), 0)
         for name in ("num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
-            _check_int(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
         if self.num_heads_q % self.num_heads_kv:
             multiple = f"a multiple of {self.num_heads_kv}"
             refuse("num_heads_q", self.num_heads_q, multiple, "num_heads_kv")
         if self.page_size is not None:
-            _check_int("page_size", self.page_size, 1)
+            check_int("page_size", self.page_size, 1)
             if self.is_packed_k:
                 refuse("is_packed_k", True, False, "paged keys have no cu_seqlens_k")
 
     def _check_options(self) -> None:
-        _check_int("attention_chunk", self.attention_chunk, 0)
-        _check_int("num_splits", self.num_splits, 0)
+        check_int("attention_chunk", self.attention_chunk, 0)
+        check_int("num_splits", self.num_splits, 0)
         if self.softcap < 0:
             refuse("softcap", self.softcap, "0 (none) or a positive number")
         if self.pack_gqa is not None:
-            _check_bool("pack_gqa", self.pack_gqa)
+            check_bool("pack_gqa", self.pack_gqa)
         for name in _BOOL_FIELDS:
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
 
     @property
     def group(self) -> int:
@@ -207,6 +215,11 @@ class AttentionProblem:
             Feature.MASK_MOD: self.has_mask_mod,
             Feature.BLOCK_SPARSITY: self.has_block_mask,
             Feature.HEAD_DIM_V: self.head_dim_v != self.head_dim,
+            Feature.QV: self.has_qv,
+            Feature.APPEND_KV: self.has_new_keys,
+            Feature.ROTARY: self.has_rotary,
+            Feature.BATCH_IDX: self.has_batch_idx,
+            Feature.LEFTPAD: self.has_leftpad,
             Feature.GRADIENT: self.requires_grad,
         }
         return frozenset(feature for feature, is_required in required.items() if is_required)
@@ -317,7 +330,7 @@ def attention_request(
     structure = _block_structure(q, k, options, lengths)
     inputs = _inputs(q, k, v, options, lengths, structure)
     num_heads_q, head_dim = q.shape[-2], q.shape[-1]
-    _check_sink(options.sink, num_heads_q, q.device)
+    check_sink(options.sink, num_heads_q, q.device)
     window_left, window_right = _window_pair(options.window_size)
     page_size = None if lengths.page_table is None else k.shape[1]
     problem = AttentionProblem(
@@ -349,7 +362,7 @@ def attention_request(
         pack_gqa=options.pack_gqa,
         num_splits=options.num_splits,
         return_lse=options.return_lse,
-        requires_grad=_requires_grad(q, k, v, options.sink, *_captured(inputs)),
+        requires_grad=takes_part_in_autograd(q, k, v, options.sink, *_captured(inputs)),
     )
     _check_out(options.out, q, k, v, problem.requires_grad)
     return problem, inputs
@@ -414,7 +427,8 @@ def _block_structure(
     return block_structure(options.block_mask, sizes, q.device)
 
 
-def _requires_grad(*tensors: torch.Tensor | None) -> bool:
+def takes_part_in_autograd(*tensors: torch.Tensor | None) -> bool:
+    """Whether grad mode is on and one of the tensors requires grad."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -431,14 +445,14 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: 
     }
     ranks["v"] = ranks["k"]
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
         if tensor.dim() != ranks[name]:
             refuse(f"{name}.dim()", tensor.dim(), ranks[name], _layout(name, lengths))
         if tensor.dtype != q.dtype:
             refuse(f"{name}.dtype", tensor.dtype, q.dtype, "dtype of q")
         if tensor.device != q.device:
             refuse(f"{name}.device", tensor.device, q.device, "device of q")
-        _check_last_stride(name, tensor)
+        check_last_stride(name, tensor)
     if k.shape[-1] != q.shape[-1]:
         refuse("k.shape[-1]", k.shape[-1], q.shape[-1], "head_dim of q")
     for axis in range(ranks["k"] - 1):
@@ -460,12 +474,14 @@ def _layout(name: str, lengths: Lengths) -> str:
     return "(batch, seqlen_k, num_heads_kv, head_dim)"
 
 
-def _check_tensor(name: str, tensor: object) -> None:
+def check_tensor(name: str, tensor: object) -> None:
+    """Refuse what is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         refuse(name, f"of type {type(tensor).__name__}", "a torch.Tensor")
 
 
-def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
+def check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose last dimension has gaps."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         refuse(
             f"{name}.stride(-1)",
@@ -480,7 +496,7 @@ def _check_lengths(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> int:
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table"):
         tensor = getattr(lengths, name)
         if tensor is not None:
-            _check_index_tensor(name, tensor, 2 if name == "page_table" else 1, q.device)
+            check_index_tensor(name, tensor, 2 if name == "page_table" else 1, q.device)
     batch, batch_of = _batch(q, lengths)
     expected = {
         "cu_seqlens_k": batch + 1,
@@ -496,13 +512,14 @@ def _check_lengths(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> int:
     is_dense_k = lengths.cu_seqlens_k is None and lengths.page_table is None
     if is_dense_k and k.shape[0] != batch:
         refuse("k.shape[0]", k.shape[0], batch, batch_of)
-    _check_hint("max_seqlen_q", lengths.max_seqlen_q)
-    _check_hint("max_seqlen_k", lengths.max_seqlen_k)
+    check_hint("max_seqlen_q", lengths.max_seqlen_q)
+    check_hint("max_seqlen_k", lengths.max_seqlen_k)
     return batch
 
 
-def _check_index_tensor(name: str, tensor: object, rank: int, device: torch.device) -> None:
-    _check_tensor(name, tensor)
+def check_index_tensor(name: str, tensor: object, rank: int, device: torch.device) -> None:
+    """Refuse what is no int32 tensor of that rank on the device of q."""
+    check_tensor(name, tensor)
     index = cast(torch.Tensor, tensor)
     if index.dtype != torch.int32:
         refuse(f"{name}.dtype", index.dtype, torch.int32)
@@ -510,7 +527,7 @@ def _check_index_tensor(name: str, tensor: object, rank: int, device: torch.devi
         refuse(f"{name}.dim()", index.dim(), rank)
     if index.device != device:
         refuse(f"{name}.device", index.device, device, "device of q")
-    _check_last_stride(name, index)
+    check_last_stride(name, index)
 
 
 def _batch(q: torch.Tensor, lengths: Lengths) -> tuple[int, str]:
@@ -523,8 +540,8 @@ def _batch(q: torch.Tensor, lengths: Lengths) -> tuple[int, str]:
     return cu_seqlens_q.shape[0] - 1, "cu_seqlens_q.shape[0] - 1"
 
 
-def _check_hint(name: str, hint: object) -> None:
-    """A maximum length: an integer, or a 0-dim integer tensor whose value is not read on a GPU."""
+def check_hint(name: str, hint: object) -> None:
+    """Refuse what is no maximum length: an integer or a 0-dim tensor, which a GPU keeps unread."""
     if hint is None:
         return
     if isinstance(hint, torch.Tensor):
@@ -534,7 +551,7 @@ def _check_hint(name: str, hint: object) -> None:
         if hint.device.type != "cpu":
             return
         hint = int(hint)
-    _check_int(name, hint, 0)
+    check_int(name, hint, 0)
 
 
 def _hint(hint: int | torch.Tensor | None, most: int) -> int:
@@ -569,18 +586,19 @@ def _window_pair(window_size: object) -> tuple[int | None, int | None]:
     refuse("window_size", got, "a pair (left, right) of integers or None")
 
 
-def _check_sink(sink: object, num_heads_q: int, device: torch.device) -> None:
+def check_sink(sink: object, num_heads_q: int, device: torch.device, name: str = "sink") -> None:
+    """Refuse what is no logit per query head; `name` is what the caller calls it."""
     if sink is None:
         return
-    _check_tensor("sink", sink)
+    check_tensor(name, sink)
     tensor = cast(torch.Tensor, sink)
     if tensor.dtype not in _SINK_DTYPES:
-        refuse("sink.dtype", tensor.dtype, f"one of {', '.join(map(str, _SINK_DTYPES))}")
+        refuse(f"{name}.dtype", tensor.dtype, f"one of {', '.join(map(str, _SINK_DTYPES))}")
     if tuple(tensor.shape) != (num_heads_q,):
-        refuse("sink.shape", tuple(tensor.shape), (num_heads_q,), "num_heads of q")
+        refuse(f"{name}.shape", tuple(tensor.shape), (num_heads_q,), "num_heads of q")
     if tensor.device != device:
-        refuse("sink.device", tensor.device, device, "device of q")
-    _check_last_stride("sink", tensor)
+        refuse(f"{name}.device", tensor.device, device, "device of q")
+    check_last_stride(name, tensor)
 
 
 def _check_callbacks(options: Options, device: torch.device) -> None:
@@ -602,7 +620,7 @@ def _check_out(
     """Check a given output; beyond out being q, k or v itself, overlap is the caller's business."""
     if out is None:
         return
-    _check_tensor("out", out)
+    check_tensor("out", out)
     tensor = cast(torch.Tensor, out)
     expected = (*q.shape[:-1], v.shape[-1])
     if tuple(tensor.shape) != expected:
@@ -611,7 +629,7 @@ def _check_out(
         refuse("out.dtype", tensor.dtype, q.dtype, "dtype of q")
     if tensor.device != q.device:
         refuse("out.device", tensor.device, q.device, "device of q")
-    _check_last_stride("out", tensor)
+    check_last_stride("out", tensor)
     for axis in range(tensor.dim() - 1):
         if tensor.shape[axis] > 1 and tensor.stride(axis) == 0:
             refuse(f"out.stride({axis})", 0, "nonzero", "rows of out would overlap")
@@ -634,15 +652,15 @@ def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
     Raises: InvalidProblem naming the entry.
     """
     q, k = inputs.q, inputs.k
-    capacity_q = _check_cu_seqlens("q", inputs.cu_seqlens_q, q, problem.seqlen_q)
-    capacity_k = _check_cu_seqlens("k", inputs.cu_seqlens_k, k, problem.seqlen_k)
+    capacity_q = check_cu_seqlens("q", inputs.cu_seqlens_q, q, problem.seqlen_q)
+    capacity_k = check_cu_seqlens("k", inputs.cu_seqlens_k, k, problem.seqlen_k)
     seqlen_k = problem.seqlen_k
     _check_seqused("seqused_q", inputs.seqused_q, capacity_q or [problem.seqlen_q] * problem.batch)
     _check_seqused("seqused_k", inputs.seqused_k, capacity_k or [seqlen_k] * problem.batch)
     if inputs.page_table is not None and problem.page_size is not None:
         used = [seqlen_k] * problem.batch
         if inputs.seqused_k is not None:
-            used = _to_list(inputs.seqused_k)
+            used = to_list(inputs.seqused_k)
         _check_page_table(inputs.page_table, used, problem.page_size, num_pages=k.shape[0])
     if inputs.block_mask is not None:
         inputs.block_mask.check_indices()
@@ -651,17 +669,18 @@ def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
         inputs.block_mask.check_lengths(max(lengths_q), max(lengths_k))
 
 
-def _to_list(tensor: torch.Tensor) -> list[int]:
+def to_list(tensor: torch.Tensor) -> list[int]:
+    """Return the values of an index tensor; waits for the device."""
     return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
-def _check_cu_seqlens(
+def check_cu_seqlens(
     side: str, cu_seqlens: torch.Tensor | None, packed: torch.Tensor, longest: int
 ) -> list[int]:
-    """Check one cu_seqlens and return the length of each sequence, or nothing for a dense side."""
+    """Check cu_seqlens of side q, k or k_new; returns the lengths, nothing for a dense side."""
     if cu_seqlens is None:
         return []
-    name, starts = f"cu_seqlens_{side}", _to_list(cu_seqlens)
+    name, starts = f"cu_seqlens_{side}", to_list(cu_seqlens)
     if starts[0] != 0:
         refuse(f"{name}[0]", starts[0], 0)
     lengths: list[int] = []
@@ -672,7 +691,7 @@ def _check_cu_seqlens(
         lengths.append(starts[index] - starts[index - 1])
     total = packed.shape[0]
     if starts[-1] > total:
-        refuse(f"{name}[-1]", starts[-1], f"at most {total}", f"{side}.shape[0]")
+        refuse(f"{name}[-1]", starts[-1], f"at most {total}", f"{side[0]}.shape[0]")
     if lengths and max(lengths) > longest:
         refuse(f"max_seqlen_{side}", longest, f"at least {max(lengths)}", f"longest of {name}")
     return lengths
@@ -681,7 +700,7 @@ def _check_cu_seqlens(
 def _check_seqused(name: str, seqused: torch.Tensor | None, capacity: list[int]) -> None:
     if seqused is None:
         return
-    for index, (used, most) in enumerate(zip(_to_list(seqused), capacity, strict=True)):
+    for index, (used, most) in enumerate(zip(to_list(seqused), capacity, strict=True)):
         if not 0 <= used <= most:
             refuse(f"{name}[{index}]", used, f"0 to {most}", "length of the sequence")
 
@@ -690,7 +709,7 @@ def _check_page_table(
     page_table: torch.Tensor, used: list[int], page_size: int, num_pages: int
 ) -> None:
     for row, length in enumerate(used):
-        pages = _to_list(page_table[row, : -(-length // page_size)])
+        pages = to_list(page_table[row, : -(-length // page_size)])
         for column, page in enumerate(pages):
             if not 0 <= page < num_pages:
                 refuse(f"page_table[{row}, {column}]", page, f"0 to {num_pages - 1}", "pages of k")

@@ -158,6 +158,11 @@ def test_every_feature_not_declared_is_refused():
         Feature.MASK_MOD: dict(has_mask_mod=True),
         Feature.BLOCK_SPARSITY: dict(has_block_mask=True),
         Feature.GRADIENT: dict(requires_grad=True),
+        Feature.APPEND_KV: dict(has_new_keys=True),
+        Feature.ROTARY: dict(has_rotary=True),
+        Feature.BATCH_IDX: dict(has_batch_idx=True),
+        Feature.LEFTPAD: dict(has_leftpad=True),
+        Feature.QV: dict(has_qv=True),
     }
     for feature, change in asking.items():
         answer = selection.is_supported(problem(**change), H200)
