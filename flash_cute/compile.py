@@ -393,19 +393,22 @@ def warmup(
     policies = [policy.value for policy in CompilePolicy]
     if after is not None and after not in policies:
         raise ValueError(f"after is {after!r}, expected one of {', '.join(policies)} or None")
-    keys = list(dict.fromkeys(_key_of(item) for item in items))
+    keys = list(dict.fromkeys(key for item in items for key in _keys_of(item)))
     prepare(keys, kernel_for, progress=progress, jobs=jobs)
     if after is not None:
         _after_warmup = CompilePolicy(after)
     return cache.cache_info()
 
 
-def _key_of(item: AttentionProblem | Key) -> Key:
+def _keys_of(item: AttentionProblem | Key) -> list[Key]:
+    """The kernels of a problem: the second one merges, where its keys are split."""
     if not isinstance(item, AttentionProblem):
-        return item
-    from flash_cute import selection
+        return [item]
+    from flash_cute import selection, splitting
 
-    return cast(Key, selection.key_for(item, selection.target_of(item)))
+    key = selection.key_for(item, selection.target_of(item))
+    merge = splitting.merge_key(item, key)
+    return [cast(Key, key)] if merge is None else [cast(Key, key), cast(Key, merge)]
 
 
 def prepare(

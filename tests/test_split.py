@@ -10,6 +10,7 @@ import toy_gpu
 from flash_cute import (
     Feature,
     UnsupportedProblem,
+    compile,
     flash_attn_func,
     flash_attn_varlen_func,
     selection,
@@ -88,6 +89,16 @@ def test_parts_are_launched_and_merged(
     attention, merge = launches.launched
     assert attention.spec.is_split and merge.is_packed == is_packed
     assert merge.out_dtype == "bf16"
+
+
+def test_warmup_makes_the_merge_ready_too(declared: None, monkeypatch: pytest.MonkeyPatch):
+    made = []
+    monkeypatch.setattr(compile, "prepare", lambda keys, *args, **kwargs: made.extend(keys))
+    sizes = dict(batch=1, seqlen_q=1, seqlen_k=4096, num_heads_q=8, num_heads_kv=8)
+    dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, device="cuda", num_splits=3)
+    monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
+    compile.warmup([AttentionProblem(**sizes, **dims)])
+    assert [type(key) for key in made] == [selection.KernelKey, selection.CombineKey]
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------
