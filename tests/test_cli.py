@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flash_cute import __main__ as command_line
-from flash_cute import cache, compile, env, selection
+from flash_cute import cache, compile, env, selection, splitting
 from flash_cute.errors import DependencyError, UnsupportedProblem
 from tests import toy_kernel
 
@@ -47,6 +47,7 @@ def toy_selection(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return toy_kernel.ToyKey(problem.head_dim, target.arch)
 
     monkeypatch.setattr(selection, "key_for", key_for)
+    monkeypatch.setattr(splitting, "merge_key", lambda problem, key: None)
     monkeypatch.setattr(selection, "kernel_for", toy_kernel.kernel_for)
     monkeypatch.setattr(compile, "kernel_for", toy_kernel.kernel_for)
     return asked
