@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import launch, reference, selection
+from flash_cute import launch, modifiers, reference, selection
 from flash_cute.errors import InvalidProblem, UnsupportedProblem
 from flash_cute.problem import (
     DENSE,
@@ -102,10 +102,8 @@ def flash_attn_func(
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
     extras = launch.NO_EXTRAS if sink is None else (None, None, None, None, sink, None)
-    given = None
-    if score_mod is not None or mask_mod is not None or block_mask is not None:
-        given = (score_mod, mask_mod, block_mask)
-    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, given, out)
+    mods = modifiers.given(score_mod, mask_mod, block_mask)
+    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, mods, out)
     if result is not None:
         return result
     options = Options(
@@ -189,10 +187,8 @@ def flash_attn_varlen_func(
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
     extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink, page_table)
-    given = None
-    if score_mod is not None or mask_mod is not None or block_mask is not None:
-        given = (score_mod, mask_mod, block_mask)
-    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, given, out)
+    mods = modifiers.given(score_mod, mask_mod, block_mask)
+    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, mods, out)
     if result is not None:
         return result
     options = Options(

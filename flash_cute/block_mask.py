@@ -171,11 +171,11 @@ class BlockStructure:
         """Check that the lists reach the longest packed sequences; raises InvalidProblem."""
         rows, cols = self.partial_index.shape[2:]
         for axis, longest, blocks in ((0, longest_q, rows), (1, longest_k, cols)):
-            needed, part = -(-longest // self.block_size[axis]), 1 - axis
+            needed = -(-longest // self.block_size[axis])
             if needed > blocks:
                 why = f"blocks of {self.block_size[axis]}, for the longest sequence of {longest}"
                 refuse(
-                    f"block_mask.{self.names[part]}.shape[-1]", blocks, f"at least {needed}", why
+                    f"block_mask.{self.names[axis]}.shape[-1]", blocks, f"at least {needed}", why
                 )
 
 
@@ -278,7 +278,7 @@ def _check_list(
         if tensor.device != device:
             refuse(f"block_mask.{name}.device", tensor.device, device, "device of q")
     shape, index_shape = count.shape, index.shape
-    rows = shape[2] if num_rows is None else num_rows
+    rows = max(1, shape[2]) if num_rows is None else num_rows
     cols = 1 if num_cols is None else num_cols
     for axis, allowed in enumerate(((1, batch), (1, num_heads), (rows,))):
         if shape[axis] not in allowed:

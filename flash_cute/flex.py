@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import api, launch
+from flash_cute import api, launch, modifiers
 from flash_cute.block_mask import batch_of
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.problem import Options, attention_request
@@ -62,7 +62,7 @@ def flex_attention(
         # The kernel writes into a tensor of query's layout, so that nothing is moved afterwards.
         space = _empty_like(query, value.shape[-1])
         q, k, v, out = (tensor.transpose(1, 2) for tensor in (query, key, value, space))
-        given = None if score_mod is None and block_mask is None else (score_mod, None, block_mask)
+        given = modifiers.given(score_mod, None, block_mask)
         settings = ("flex_attention", scale, enable_gqa, has_lse)
         result, plan_key = launch.recall(q, k, v, settings, launch.NO_EXTRAS, given, out)
     if result is None:

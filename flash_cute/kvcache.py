@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import api, launch
+from flash_cute import api, launch, modifiers
 from flash_cute.cache_request import (
     CacheArguments,
     CacheRequest,
@@ -142,9 +142,7 @@ def flash_attn_with_kvcache(
             numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_softmax_lse)
             settings = ("kvcache", ver, sm_margin, rotary_interleaved, only_qv)
             extras = (cu_seqlens_q, None, None, seqused, sinks, page_table)
-            given = None
-            if score_mod is not None or block_mask is not None:
-                given = (score_mod, None, block_mask)
+            given = modifiers.given(score_mod, None, block_mask)
             everything = (mask, numbers, settings)
             result, key = launch.recall(q, k_cache, v_cache, everything, extras, given, out)
             if result is not None:

@@ -21,6 +21,17 @@ from flash_cute.variant import Callback, callback_on
 Given = tuple[Callable[..., Any] | None, Callable[..., Any] | None, object | None]
 
 
+def given(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    block_mask: object | None,
+) -> Given | None:
+    """Return what a caller gave of them, None where it is nothing."""
+    if score_mod is None and mask_mod is None and block_mask is None:
+        return None
+    return score_mod, mask_mod, block_mask
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Modifiers:
     """The callbacks and block lists of one call; `block_mod` is the mask of partial blocks."""

@@ -87,12 +87,8 @@ def looks_up_keys(
     return any(found)
 
 
-def _operator(*operands: Any) -> Probe:
-    return of_any(*operands)
-
-
 for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
-    setattr(Probe, f"__{_name}__", _operator)
-    setattr(Probe, f"__r{_name}__", _operator)
+    setattr(Probe, f"__{_name}__", of_any)
+    setattr(Probe, f"__r{_name}__", of_any)
 for _name in "eq ne lt le gt ge neg pos abs invert".split():
-    setattr(Probe, f"__{_name}__", _operator)
+    setattr(Probe, f"__{_name}__", of_any)

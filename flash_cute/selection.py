@@ -309,7 +309,8 @@ def _key(
         spec = replace(spec, page_rows=_page_rows(p.page_size, config.tile_n))
     if Feature.PACK_GQA in declaration.features:
         spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
-    if num_splits(p, spec, config, target) > 1:
+    can_split = Feature.SPLIT_KV in declaration.features
+    if can_split and num_splits(p, spec, config, target) > 1:
         spec = replace(spec, is_split=True, has_lse=True)
     if subclass is not None:
         return SubclassKey(declaration.kernel, target.arch, spec, config, subclass)
@@ -322,7 +323,7 @@ def num_splits(
     config: sm90.ForwardConfigSm90,
     target: Target,
 ) -> int:
-    """Parts that the keys are split into.
+    """Parts that the keys are split into, by a kernel that splits them.
 
     By itself only where lengths are not hints, and where the tiles leave multiprocessors idle.
     Raises: UnsupportedProblem when a block mask's lists would have to be split.
@@ -335,7 +336,7 @@ def num_splits(
     if p.num_splits != 0:
         return p.num_splits
     is_hint = p.is_packed_q or p.is_packed_k or p.page_size is not None
-    if Feature.SPLIT_KV not in SM90.features or p.has_block_mask or is_hint:
+    if p.has_block_mask or is_hint:
         return 1
     blocks = -(-p.seqlen_k // config.tile_n)
     packs = p.num_heads_kv * -(-p.group // spec.pack_heads)

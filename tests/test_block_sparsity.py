@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flash_cute import (
+    BlockSparseTensors,
     Feature,
     InvalidProblem,
     UnsupportedProblem,
@@ -193,8 +194,22 @@ def test_packed_sequences_have_lists_of_their_own():
 
 def test_lists_shorter_than_the_longest_sequence_are_refused():
     operands, lengths = packed("cpu")
-    mask = create_block_mask(window, 3, HEADS, 200, max(LENGTHS_K), "cpu", 64)
-    with pytest.raises(InvalidProblem, match=r"kv_indices\.shape|kv_num_blocks\.shape.*at least 5"):
+    for sizes, name, needed in (
+        ((200, max(LENGTHS_K)), "kv_num_blocks", "4, expected at least 5"),
+        ((max(LENGTHS_Q), 200), "kv_indices", "4, expected at least 8"),
+    ):
+        mask = create_block_mask(window, 3, HEADS, *sizes, "cpu", 64)
+        message = f"^block_mask.{name}.shape\\[-1\\] is {needed}"
+        with pytest.raises(InvalidProblem, match=message):
+            flash_attn_varlen_func(*operands, **lengths, block_mask=mask)
+
+
+def test_lists_without_a_row_are_refused_for_packed_sequences_too():
+    operands, lengths = packed("cpu")
+    count = torch.zeros(3, HEADS, 0, dtype=torch.int32)
+    mask = BlockSparseTensors(count, count[..., None].expand(-1, -1, -1, 8))
+    message = r"^block_mask.mask_block_cnt.shape\[2\] is 0, expected 1"
+    with pytest.raises(InvalidProblem, match=message):
         flash_attn_varlen_func(*operands, **lengths, block_mask=mask)
 
 

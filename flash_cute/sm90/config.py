@@ -133,9 +133,8 @@ def default_config(
     is_narrow = spec.has_window_left or spec.has_chunk
     config = _window_config(spec) if is_narrow else _dense_config(spec, seqlen_k)
     if spec.page_rows:  # looking pages up takes the load warp more registers
-        stages = min(config.num_stages, 4)
-        config = replace(config, tile_m=128, num_stages=stages, regs_load=56, regs_mma=224)
-        config = replace(config, waits_late=False)
+        roles = {"tile_m": 128, "regs_load": 56, "regs_mma": 224, "waits_late": False}
+        config = replace(config, num_stages=min(config.num_stages, 4), **roles)
     return config
 
 
