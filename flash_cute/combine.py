@@ -19,7 +19,6 @@ from flash_cute.combine_plan import MAX_SPLITS, CombinePlan, CombineStrides
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 
 MAX_PLANS = 4096
-IS_DECLARED = False  # its kernel's tests have passed on a GPU (DECISIONS.md 22)
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Key = tuple[Hashable, ...]
@@ -86,11 +85,6 @@ def flash_attn_combine(
     request = _Request(*tensors, dtype, return_lse)
     if out_partial.device.type == "cpu":
         return _on_cpu(request)
-    if not IS_DECLARED:
-        raise UnsupportedProblem(
-            "flash_attn_combine on a GPU: its kernel has not been tested there yet; merge with "
-            "torch, or on the CPU"
-        )
     return _on_gpu(request, key)
 
 

@@ -111,6 +111,8 @@ SM90 = Declaration(
             Feature.MASK_MOD,
             Feature.BLOCK_SPARSITY,
             Feature.PACK_GQA,
+            Feature.PAGED_KV,
+            Feature.SPLIT_KV,
         }
     ),
 )

@@ -69,14 +69,26 @@ def by_definition(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor
     return out, lse.transpose(-1, -2)
 
 
+def one_by_one(parts: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in float32, part after part, as far as the values are finite."""
+    largest = lses.nan_to_num(0.0, 0.0, -1e9).amax(0).clamp(min=-1e8)
+    out, total = torch.zeros_like(parts[0], dtype=torch.float32), torch.zeros_like(largest)
+    for part, lse in zip(parts, lses, strict=True):
+        weight = torch.exp(lse - largest).nan_to_num(0.0, 0.0)
+        out += weight[..., None] * torch.where(lse[..., None] == -INF, 0.0, part.float())
+        total += weight
+    out = torch.where(total[..., None] > 0, out / total[..., None], 0.0)
+    return out.nan_to_num(0.0, 0.0, 0.0), (largest + total.log()).transpose(-1, -2)
+
+
 def assert_combined(got: Any, parts: torch.Tensor, lses: torch.Tensor) -> None:
-    """Within one rounding of the definition, and NaN and infinities in the same places."""
+    """As near to the definition as it is in float32, and NaN and infinities in the same places."""
     out, lse = got
-    exact = by_definition(parts, lses)
+    exact, lowprec = by_definition(parts, lses), one_by_one(parts, lses)
     assert out.shape == parts.shape[1:] and out.is_contiguous()
     assert lse.dtype == torch.float32 and lse.is_contiguous()
-    checks.assert_close("out", out, exact[0], exact[0])
-    checks.assert_close("lse", lse, exact[1], exact[1])
+    checks.assert_close("out", out, exact[0], lowprec[0])
+    checks.assert_close("lse", lse, exact[1], lowprec[1])
 
 
 def with_empty_parts(parts: torch.Tensor, lses: torch.Tensor) -> None:
@@ -438,7 +450,6 @@ def toy(monkeypatch: pytest.MonkeyPatch):
     """The host side of a Hopper GPU; see toy_gpu."""
     launches = toy_gpu.install(monkeypatch)
     monkeypatch.setattr(combine, "_plans", {})
-    monkeypatch.setattr(combine, "IS_DECLARED", True)
     monkeypatch.setattr(plan, "current_device", lambda: 0)
     return launches
 
@@ -594,7 +605,6 @@ def test_kernels_are_cached_and_take_what_the_host_passes(
     toy_gpu.install(monkeypatch)
     monkeypatch.setattr(compile, "executable", executable)
     monkeypatch.setattr(combine, "_plans", {})
-    monkeypatch.setattr(combine, "IS_DECLARED", True)
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setattr(plan, "current_device", lambda: 0)
     monkeypatch.setenv("FLASH_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
@@ -608,19 +618,10 @@ def test_kernels_are_cached_and_take_what_the_host_passes(
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
-def test_an_undeclared_kernel_is_refused(toy: toy_gpu.Launches, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(combine, "IS_DECLARED", False)
-    with pytest.raises(UnsupportedProblem, match="has not been tested there yet"):
-        flash_attn_combine(*on_gpu(*Sizes().parts()))
-    assert not toy.launched
-
-
 @pytest.fixture
 def gpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here")
-    if not combine.IS_DECLARED:
-        pytest.skip("the kernel is not declared yet")
     Target.from_capability(*torch.cuda.get_device_capability())
 
 

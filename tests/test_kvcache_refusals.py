@@ -587,11 +587,13 @@ def test_one_length_is_checked_on_a_gpu_too(hopper: None):
         flash_attn_with_kvcache(**a)
 
 
-def test_splits_alone_are_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_splits_are_launched_and_merged(monkeypatch: pytest.MonkeyPatch):
     launches = toy_gpu.install(monkeypatch)
-    with pytest.raises(UnsupportedProblem, match="lacks split_kv "):
+    for _ in range(2):
         flash_attn_with_kvcache(**on_toy(call_of("plain")), num_splits=2)
-    assert not launches.launched
+    first, merge = launches.launched[:2]
+    assert first.spec.is_split and merge.out_dtype == first.spec.dtype
+    assert len(launches.launched) == 4
 
 
 def test_pages_reach_a_kernel_that_declares_them(monkeypatch: pytest.MonkeyPatch):

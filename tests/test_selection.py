@@ -115,8 +115,8 @@ def test_short_keys_under_a_causal_mask_take_another_tile():
 
 def test_refusal_lists_what_each_kernel_lacks():
     with pytest.raises(UnsupportedProblem) as caught:
-        key(num_splits=3, page_size=16, pack_gqa=True, num_heads_kv=2)
-    assert "FlashAttentionForwardSm90 lacks paged_kv; split_kv" in str(caught.value)
+        key(has_new_keys=True, has_qv=True, pack_gqa=True, num_heads_kv=2)
+    assert "FlashAttentionForwardSm90 lacks append_kv; qv" in str(caught.value)
     assert "sm_90a" in str(caught.value)
 
 

@@ -59,15 +59,6 @@ def test_hints_do_not_split_by_themselves_and_a_number_decides(declared: None):
     assert splits_of(200) == 200
 
 
-def test_nothing_splits_by_itself_before_it_is_declared():
-    if Feature.SPLIT_KV in selection.SM90.features:
-        pytest.skip("it is declared")
-    sizes = dict(batch=1, seqlen_q=1, seqlen_k=65536, num_heads_q=8, num_heads_kv=8, device="cuda")
-    dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, num_splits=0)
-    key = selection.key_for(AttentionProblem(**sizes, **dims), H200)
-    assert not key.spec.is_split and not key.spec.has_lse
-
-
 def test_lists_of_blocks_are_not_split(declared: None):
     assert splits_of(has_block_mask=True) == 1
     with pytest.raises(UnsupportedProblem, match="num_splits is 2 with a block mask"):
