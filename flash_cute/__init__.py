@@ -30,7 +30,9 @@ from flash_cute.errors import (
 from flash_cute.features import Feature
 from flash_cute.flex import flex_attention
 from flash_cute.kvcache import flash_attn_with_kvcache
+from flash_cute.metadata import get_scheduler_metadata
 from flash_cute.problem import AttentionProblem, Support
+from flash_cute.split_plan import SchedulerMetadata
 from flash_cute.target import Target
 from flash_cute.variant import and_masks, or_masks
 
@@ -51,6 +53,7 @@ __all__ = [
     "Feature",
     "FlashCuteError",
     "InvalidProblem",
+    "SchedulerMetadata",
     "Support",
     "Target",
     "UnsupportedProblem",
@@ -64,6 +67,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "flex_attention",
+    "get_scheduler_metadata",
     "is_supported",
     "or_masks",
     "reference_mask",

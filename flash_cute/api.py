@@ -22,8 +22,9 @@ from flash_cute.problem import (
     Options,
     Support,
     attention_request,
-    check_values,
 )
+from flash_cute.split_plan import SchedulerMetadata
+from flash_cute.values import check_values
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -44,6 +45,9 @@ def flash_attn_func(
     block_mask: object | None = None,
     pack_gqa: bool | None = None,
     num_splits: int = 1,
+    split_size: int = 0,
+    scheduler_metadata: SchedulerMetadata | None = None,
+    sm_margin: int = 0,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     kernel: type[Any] | None = None,
@@ -78,6 +82,12 @@ def flash_attn_func(
             choose; the result is the same.
         num_splits: number of parts the keys are split into. 1 is no split, 0 lets the package
             choose; the result is the same up to rounding.
+        split_size: keys of a part, rounded down to whole blocks of the kernel's, instead of a
+            number of parts: then a sequence gives the same bits in whatever batch, alone or not.
+        scheduler_metadata: the plan of ``get_scheduler_metadata`` for such a call, with num_splits
+            1 or 0. Without, num_splits=0 makes one where it is of use, for all calls that share
+            their lengths.
+        sm_margin: multiprocessors to leave free, for a kernel that runs beside.
         return_lse: also return lse.
         out: tensor to write the result into, which is then returned. It must overlap no input.
         kernel: kernel class to use instead of the package's choice, on a GPU: one of the package's,
@@ -100,10 +110,11 @@ def flash_attn_func(
             launched.
     """
     mask = (causal, window_size, attention_chunk)
-    numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
-    extras = launch.NO_EXTRAS if sink is None else (None, None, None, None, sink, None)
+    numbers = (softmax_scale, softcap, pack_gqa, num_splits, split_size, sm_margin, return_lse)
+    extras = launch.NO_EXTRAS if sink is None else (*[None] * 4, sink, *[None] * 3)
     mods = modifiers.given(score_mod, mask_mod, block_mask)
-    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, mods, out)
+    others = (mask, numbers, kernel)
+    result, key = launch.recall(q, k, v, others, extras, mods, out, scheduler_metadata)
     if result is not None:
         return result
     options = Options(
@@ -118,6 +129,9 @@ def flash_attn_func(
         block_mask=block_mask,
         pack_gqa=pack_gqa,
         num_splits=num_splits,
+        split_size=split_size,
+        scheduler_metadata=scheduler_metadata,
+        sm_margin=sm_margin,
         return_lse=return_lse,
         out=out,
         kernel=kernel,
@@ -148,6 +162,9 @@ def flash_attn_varlen_func(
     block_mask: object | None = None,
     pack_gqa: bool | None = None,
     num_splits: int = 1,
+    split_size: int = 0,
+    scheduler_metadata: SchedulerMetadata | None = None,
+    sm_margin: int = 0,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     kernel: type[Any] | None = None,
@@ -185,10 +202,11 @@ def flash_attn_varlen_func(
     """
     # Without the hints: they change from call to call, and nothing depends on them.
     mask = (causal, window_size, attention_chunk)
-    numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_lse)
-    extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink, page_table)
+    numbers = (softmax_scale, softcap, pack_gqa, num_splits, split_size, sm_margin, return_lse)
+    extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink, page_table, None, None)
     mods = modifiers.given(score_mod, mask_mod, block_mask)
-    result, key = launch.recall(q, k, v, (mask, numbers, kernel), extras, mods, out)
+    others = (mask, numbers, kernel)
+    result, key = launch.recall(q, k, v, others, extras, mods, out, scheduler_metadata)
     if result is not None:
         return result
     options = Options(
@@ -203,6 +221,9 @@ def flash_attn_varlen_func(
         block_mask=block_mask,
         pack_gqa=pack_gqa,
         num_splits=num_splits,
+        split_size=split_size,
+        scheduler_metadata=scheduler_metadata,
+        sm_margin=sm_margin,
         return_lse=return_lse,
         out=out,
         kernel=kernel,

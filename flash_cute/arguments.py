@@ -14,7 +14,7 @@ Int64 = Annotated[int, "int64"]
 Float32 = Annotated[float, "float32"]
 Stream = Annotated[int, "stream"]
 
-NUM_ADDRESSES = 12  # they come first
+NUM_ADDRESSES = 15  # they come first
 
 
 class ForwardArguments(NamedTuple):
@@ -28,7 +28,11 @@ class ForwardArguments(NamedTuple):
             cu_seqlens: (batch + 1,), seqused: (batch,) int32; sink: (num_heads_q,)
             page_table: (batch, max_pages) int32; k, v: (num_pages, page_size, heads, dim) then,
             rows_k is the page size, and the strides of a batch are those of a page
-    Units:  strides in elements; window bounds and chunk in keys; scale_log2 is |softmax_scale| *
+            batch_idx, leftpad: (batch,) int32, row of the cache or of page_table and first key of
+            each sequence; batch_k: the first extent of k and v
+            split_counts: (batch,) int32, parts of each sequence's keys, 1 to num_splits
+    Units:  strides in elements; window bounds and chunk in keys; split_blocks in blocks of keys, 0
+            for parts of equal numbers of blocks; scale_log2 is |softmax_scale| *
             log2(e); the signed softmax_scale where a score_mod works on scaled scores, with a
             softcap divided by it
 
@@ -47,6 +51,9 @@ class ForwardArguments(NamedTuple):
     seqused_k: Address
     sink: Address
     page_table: Address
+    batch_idx: Address
+    leftpad: Address
+    split_counts: Address
     batch: Int32
     rows_q: Int32
     rows_k: Int32
@@ -54,7 +61,7 @@ class ForwardArguments(NamedTuple):
     num_heads_kv: Int32
     head_dim: Int32
     head_dim_v: Int32
-    num_pages: Int32
+    batch_k: Int32
     max_pages: Int32
     page_table_stride: Int64
     q_stride_batch: Int64
@@ -75,6 +82,7 @@ class ForwardArguments(NamedTuple):
     window_right: Int32
     chunk: Int32
     num_splits: Int32
+    split_blocks: Int32
     section: Int32
     num_ctas: Int32
     stream: Stream
@@ -112,7 +120,36 @@ class BlockBuilderArguments(NamedTuple):
     stream: Stream
 
 
-NUM_COMBINE_ADDRESSES = 6  # of CombineArguments; they come first
+class SplitPlannerArguments(NamedTuple):
+    """Launch arguments of the kernel that counts the parts of each sequence's keys, in order.
+
+    Shapes: cu_seqlens: (batch + 1,), seqused, leftpad: (batch,) int32, 0 for what there is none of
+            counts: (batch,) int32, written
+    Units:  rows_q, rows_k: lengths without cu_seqlens; the other numbers are those of SplitPlan,
+            and least_blocks: blocks of keys that are worth a part
+    """
+
+    cu_seqlens_q: Address
+    cu_seqlens_k: Address
+    seqused_q: Address
+    seqused_k: Address
+    leftpad: Address
+    counts: Address
+    batch: Int32
+    rows_q: Int32
+    rows_k: Int32
+    positions: Int32
+    tile_n: Int32
+    heads: Int32
+    visible_blocks: Int32
+    slots: Int32
+    least_blocks: Int32
+    split_blocks: Int32
+    most: Int32
+    stream: Stream
+
+
+NUM_COMBINE_ADDRESSES = 7  # of CombineArguments; they come first
 
 
 class CombineArguments(NamedTuple):
@@ -123,7 +160,7 @@ class CombineArguments(NamedTuple):
             likewise; lse_partial: (num_splits, batch, seqlen, num_heads) f32; lse: (batch, seqlen,
             num_heads) f32, 0 for none. Packed tensors are one batch of seqlen = total rows
             cu_seqlens: (num_sequences + 1,), seqused: (num_sequences,) int32; padded ones have
-            num_sequences = batch
+            num_sequences = batch. split_counts: (num_sequences,) int32, parts of each sequence
     Units:  strides in elements; batch * seqlen * num_heads is at most MAX_COMBINED_ROWS
     """
 
@@ -133,6 +170,7 @@ class CombineArguments(NamedTuple):
     lse: Address
     cu_seqlens: Address
     seqused: Address
+    split_counts: Address
     num_splits: Int32
     batch: Int32
     seqlen: Int32

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flash_cute import launch, plan, selection
+from flash_cute import current, launch, plan, selection
 from flash_cute.arguments import BlockBuilderArguments
 from flash_cute.block_mask import block_size_pair
 from flash_cute.errors import UnsupportedProblem, refuse
@@ -105,7 +105,7 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     if found.type not in ("cpu", "cuda"):
         refuse("device", found, "cuda or cpu")
     if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", plan.current_device())
+        return torch.device("cuda", current.current_device())
     return found
 
 
@@ -197,7 +197,7 @@ def _on_gpu(
             block_k=block_k,
             seqlen_q=seqlens[0],
             seqlen_k=seqlens[1],
-            stream=plan.raw_stream(device.index),
+            stream=current.raw_stream(device.index),
         )
         executable(*arguments, *callback.launch_arguments())
     return rows, cols
@@ -210,4 +210,4 @@ def _empty_lists(extents: tuple[int, int], lines: int, length: int) -> _Lists:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return plan.empty(shape, plan.contiguous_strides(shape), dtype)
+    return current.empty(shape, plan.contiguous_strides(shape), dtype)

@@ -22,16 +22,14 @@ from flash_cute.problem import (
     Options,
     attention_request,
     check_bool,
-    check_cu_seqlens,
     check_hint,
     check_index_tensor,
-    check_int,
     check_last_stride,
     check_sink,
     check_tensor,
     takes_part_in_autograd,
-    to_list,
 )
+from flash_cute.values import check_cu_seqlens, to_list
 from flash_cute.variant import NATIVE, callback_form
 
 VERSIONS = (3, 4)
@@ -62,9 +60,7 @@ class CacheArguments:
     max_seqlen_k: int | torch.Tensor | None = None
     only_qv: bool = False
     descales: tuple[object, object, object] = (None, None, None)
-    scheduler_metadata: object = None
     aux_tensors: object = None
-    sm_margin: int = 0
     ver: int = 3
 
     @property
@@ -100,9 +96,8 @@ class CacheArguments:
 class CacheRequest:
     """One validated call.
 
-    `problem` and `inputs` are the call as a kernel sees it. Where `is_plain` is False, the inputs
-    lack what the problem's features stand for, and hold views of the right shapes in places where
-    rows of the cache are chosen: `reference_cache.lower` makes a request of it that can be run.
+    `problem` and `inputs` are the call as a kernel sees it, but for new keys, rotation and qv.
+    Where `is_plain` is False, `reference_cache.lower` makes a request that the reference runs.
     """
 
     problem: AttentionProblem
@@ -171,11 +166,20 @@ def cache_request(arguments: CacheArguments, options: Options) -> CacheRequest:
         seqused_k=cache_seqlens,
         page_table=None if a.page_table is None else _chosen("page_table", a.page_table, a, batch),
     )
-    keys, values = a.keys, cast(torch.Tensor, a.v_cache)
+    values_of_cache = cast(torch.Tensor, a.v_cache)
+    keys, values = a.keys, values_of_cache
     if a.page_table is None:
         keys, values = (_chosen("v_cache", cache, a, batch) for cache in (keys, values))
     problem, inputs = attention_request(a.query, keys, values, options, lengths)
     _check_descales(a)
+    inputs = dataclasses.replace(
+        inputs,
+        k=a.keys,
+        v=values_of_cache,
+        page_table=a.page_table,
+        batch_idx=a.cache_batch_idx,
+        leftpad=a.cache_leftpad,
+    )
     others = (a.qv, a.k, a.v, a.rotary_cos, a.rotary_sin)
     problem = dataclasses.replace(
         problem,
@@ -245,15 +249,9 @@ def _check_plain_values(a: CacheArguments) -> None:
     """Check what is no tensor."""
     if isinstance(a.ver, bool) or a.ver not in VERSIONS:
         refuse("ver", repr(a.ver), "3 or 4", "the two mean the same here")
-    check_int("sm_margin", a.sm_margin, 0)
     check_bool("rotary_interleaved", a.rotary_interleaved)
     check_hint("max_seqlen_q", a.max_seqlen_q)
     check_hint("max_seqlen_k", a.max_seqlen_k)
-    if a.scheduler_metadata is not None:
-        raise UnsupportedProblem(
-            "scheduler_metadata is given, expected None: there is no get_scheduler_metadata yet, "
-            "and each call plans for itself"
-        )
 
 
 def _layout(name: str, a: CacheArguments) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_cute import combine_plan, launch, plan, reference, selection
+from flash_cute import combine_plan, current, launch, plan, reference, selection
 from flash_cute.cache import Executable
 from flash_cute.combine_plan import MAX_SPLITS, CombinePlan, CombineStrides
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
@@ -282,13 +282,13 @@ class _Call:
     ) -> Result:
         """Launch on the current stream; addresses of the parts, and of cu_seqlens and seqused."""
         if out is None:
-            out = plan.empty(self.out_shape, self.out_strides, self.out_dtype)
+            out = current.empty(self.out_shape, self.out_strides, self.out_dtype)
         lse, lse_address = None, 0
         if self.lse_shape is not None:
-            lse = plan.empty(self.lse_shape, self.lse_strides, torch.float32)
+            lse = current.empty(self.lse_shape, self.lse_strides, torch.float32)
             lse_address = lse.data_ptr()
         results = (out.data_ptr(), lse_address)
-        self.plan.run((*addresses, *results, *lengths), plan.raw_stream(self.device_index))
+        self.plan.run((*addresses, *results, *lengths, 0), current.raw_stream(self.device_index))
         return out if lse is None else (out, lse)
 
 
@@ -302,7 +302,7 @@ def _recall(
     """
     try:
         index = tensors[0].get_device()  # pyright: ignore[reportOptionalMemberAccess]
-        if index < 0 or index != plan.current_device():
+        if index < 0 or index != current.current_device():
             return None, None
         addresses: list[int] = []
         key: list[Hashable] = [options]
@@ -369,11 +369,11 @@ def _nothing(request: _Request) -> Result:
     """Results without a row to write."""
     out, shape = request.out, tuple(request.out_partial.shape[1:])
     if out is None:
-        out = plan.empty(shape, plan.contiguous_strides(shape), request.out_dtype)
+        out = current.empty(shape, plan.contiguous_strides(shape), request.out_dtype)
     if not request.return_lse:
         return out
     strides = plan.contiguous_strides(request.lse_shape)
-    return out, plan.empty(request.lse_shape, strides, torch.float32)
+    return out, current.empty(request.lse_shape, strides, torch.float32)
 
 
 def _call(

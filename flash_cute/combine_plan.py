@@ -5,7 +5,7 @@ itself with plain integers::
 
     key = combine_key(arch, torch.float32, torch.bfloat16, head_dim)
     plan = make_combine_plan(ready_executable(key), shape, strides)
-    plan.run((out_partial, lse_partial, out, lse, 0, 0), stream)     # addresses
+    plan.run((out_partial, lse_partial, out, lse, 0, 0, 0), stream)  # addresses
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_cute import selection
+from flash_cute import selection, splits
 from flash_cute.arguments import MAX_COMBINED_ROWS, NUM_COMBINE_ADDRESSES, CombineArguments
 from flash_cute.cache import Executable
 from flash_cute.errors import UnsupportedProblem
 
-MAX_SPLITS = selection.MAX_SPLITS
+MAX_SPLITS = splits.MAX_SPLITS
 HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = selection.COMBINE_TILE_DIMS[-1]
 
@@ -40,9 +40,9 @@ class CombinePlan:
         """Enqueue the merge on a stream of the current device.
 
         Args:
-            addresses: of out_partial, lse_partial, out, lse, cu_seqlens, seqused; 0 for an lse that
-                is not wanted and for what the key says there is none of. out_partial and out are
-                multiples of 16.
+            addresses: of out_partial, lse_partial, out, lse, cu_seqlens, seqused, split_counts; 0
+                for an lse that is not wanted and for what the key says there is none of.
+                out_partial and out are multiples of 16.
         """
         self.executable(*addresses, *self.arguments, stream)
 
@@ -68,6 +68,7 @@ def combine_key(
     head_dim: int,
     is_packed: bool = False,
     has_seqused: bool = False,
+    has_split_counts: bool = False,
 ) -> selection.CombineKey:
     """Return the key of the kernel that merges parts of `dtype` into an output of `out_dtype`.
 
@@ -86,9 +87,8 @@ def combine_key(
                 "(the CPU takes float64 too)"
             )
     tile_d = next(tile for tile in selection.COMBINE_TILE_DIMS if tile >= head_dim)
-    return selection.CombineKey(
-        arch, names[dtype], names[out_dtype], tile_d, is_packed, has_seqused
-    )
+    lengths = (is_packed, has_seqused, has_split_counts)
+    return selection.CombineKey(arch, names[dtype], names[out_dtype], tile_d, *lengths)
 
 
 def make_combine_plan(

@@ -401,14 +401,14 @@ def warmup(
 
 
 def _keys_of(item: AttentionProblem | Key) -> list[Key]:
-    """The kernels of a problem: the second one merges, where its keys are split."""
+    """The kernels of a problem: where its keys are split, others merge and count the parts."""
     if not isinstance(item, AttentionProblem):
         return [item]
     from flash_cute import selection, splitting
 
     key = selection.key_for(item, selection.target_of(item))
-    merge = splitting.merge_key(item, key)
-    return [cast(Key, key)] if merge is None else [cast(Key, key), cast(Key, merge)]
+    more = (splitting.merge_key(item, key), splitting.planner_key(item, key))
+    return [cast(Key, key), *(cast(Key, other) for other in more if other is not None)]
 
 
 def prepare(

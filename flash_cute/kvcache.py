@@ -21,6 +21,7 @@ from flash_cute.cache_request import (
 )
 from flash_cute.problem import Options
 from flash_cute.reference_cache import append, lower
+from flash_cute.split_plan import SchedulerMetadata
 
 
 def flash_attn_with_kvcache(
@@ -49,7 +50,7 @@ def flash_attn_with_kvcache(
     attention_chunk: int | None = None,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    scheduler_metadata: object | None = None,
+    scheduler_metadata: SchedulerMetadata | None = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     only_qv: bool = False,
@@ -100,11 +101,12 @@ def flash_attn_with_kvcache(
         attention_chunk: likewise; None is 0.
         rotary_interleaved: whether channels are rotated in pairs (0, 1), (2, 3), …; if not, the
             first half of the rotated channels goes with the second.
-        scheduler_metadata: none can be made yet, so anything but None is refused.
+        scheduler_metadata: the plan of ``get_scheduler_metadata`` for such a call. None makes one
+            on the device where it is of use, once for all calls that share their lengths.
         num_splits: number of parts the keys are split into; 0 lets the package choose, 1 is no
             split; the result is the same up to rounding.
         only_qv: scores are ``qv·v`` alone; q, k_cache and k are None.
-        sm_margin: multiprocessors that the caller wants left free, a hint: it changes no result.
+        sm_margin: multiprocessors to leave free, for a kernel that runs beside.
         return_softmax_lse: also return lse.
         sinks: one more logit per query head, the sink of ``flash_attn_func``.
         aux_tensors: the tensors of a score_mod in the native form, instead of its attribute of that
@@ -132,8 +134,7 @@ def flash_attn_with_kvcache(
     """
     key = None
     rare: tuple[object, ...] = (k, v, qv, rotary_cos, rotary_sin, rotary_seqlens)
-    rare += (cache_batch_idx, cache_leftpad, cu_seqlens_k_new, scheduler_metadata)
-    rare += (q_descale, k_descale, v_descale, aux_tensors)
+    rare += (cu_seqlens_k_new, q_descale, k_descale, v_descale, aux_tensors)
     is_rare = any([argument is not None for argument in rare])
     if q is not None and k_cache is not None and v_cache is not None and not is_rare:
         seqused = _seqused(cache_seqlens, q, k_cache, cu_seqlens_q, page_table)
@@ -142,9 +143,13 @@ def flash_attn_with_kvcache(
             numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_softmax_lse)
             settings = ("kvcache", ver, sm_margin, rotary_interleaved, only_qv)
             extras = (cu_seqlens_q, None, None, seqused, sinks, page_table)
+            extras += (cache_batch_idx, cache_leftpad)
             given = modifiers.given(score_mod, None, block_mask)
             everything = (mask, numbers, settings)
-            result, key = launch.recall(q, k_cache, v_cache, everything, extras, given, out)
+            operands = (q, k_cache, v_cache)
+            result, key = launch.recall(
+                *operands, everything, extras, given, out, scheduler_metadata
+            )
             if result is not None:
                 return result
     arguments = CacheArguments(
@@ -168,9 +173,7 @@ def flash_attn_with_kvcache(
         max_seqlen_k=max_seqlen_k,
         only_qv=only_qv,
         descales=(q_descale, k_descale, v_descale),
-        scheduler_metadata=scheduler_metadata,
         aux_tensors=aux_tensors,
-        sm_margin=sm_margin,
         ver=ver,
     )
     options = Options(
@@ -184,6 +187,8 @@ def flash_attn_with_kvcache(
         block_mask=block_mask,
         pack_gqa=pack_gqa,
         num_splits=num_splits,
+        scheduler_metadata=scheduler_metadata,
+        sm_margin=sm_margin,
         return_lse=return_softmax_lse,
         out=out,
     )

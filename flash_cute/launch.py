@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flash_cute import cache, compile, selection, splitting
+from flash_cute import cache, compile, current, selection, splitting
 from flash_cute.cache import Executable
 from flash_cute.errors import CaptureError, UnsupportedProblem
 from flash_cute.modifiers import Given, work_out
@@ -23,20 +23,29 @@ from flash_cute.plan import (
     Addresses,
     LaunchPlan,
     Result,
-    current_device,
-    is_capturing,
     is_readable,
     make_plan,
     result_lse_shape,
 )
 from flash_cute.problem import AttentionInputs, AttentionProblem
+from flash_cute.scheduling import LENGTHS
+from flash_cute.split_plan import SchedulerMetadata
 from flash_cute.variant import INDEX_LIMIT
 
 MAX_PLANS = 4096
 
 # The tensors beside q, k, v and the results, in the order of ForwardArguments.
 Extras = tuple[torch.Tensor | None, ...]
-EXTRAS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sink", "page_table")
+EXTRAS = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "sink",
+    "page_table",
+    "batch_idx",
+    "leftpad",
+)
 NO_EXTRAS: Extras = (None,) * len(EXTRAS)
 _NO_ADDRESSES: Addresses = (0,) * len(EXTRAS)
 
@@ -53,6 +62,7 @@ def recall(
     extras: Extras = NO_EXTRAS,
     given: Given | None = None,
     out: torch.Tensor | None = None,
+    metadata: SchedulerMetadata | None = None,
 ) -> tuple[Result | None, Key | None]:
     """Repeat a call that was made before; else (None, key), for `attention` to remember it by.
 
@@ -62,6 +72,7 @@ def recall(
 
     Args:
         given: the callbacks and the block mask, None where there is none of them.
+        metadata: a plan of the caller's.
     """
     try:
         dtype, index = q.dtype, q.get_device()
@@ -72,20 +83,13 @@ def recall(
             (qkv[0] | qkv[1] | qkv[2]) % ALIGNMENT
             or k.dtype is not dtype
             or v.dtype is not dtype
-            or index != current_device()
+            or index != current.current_device()
             or ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
         ):
             return None, None
         layouts = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
         if out is not None:
-            address = out.data_ptr()
-            if (
-                address % ALIGNMENT
-                or address in qkv
-                or out.dtype is not dtype
-                or out.get_device() != index
-                or (out.requires_grad and torch.is_grad_enabled())
-            ):
+            if not _is_writable(out, qkv, dtype, index):
                 return None, None
             layouts += (out.shape, out.stride())
         addresses, extra_layouts = _NO_ADDRESSES, None
@@ -101,17 +105,36 @@ def recall(
         if modifiers.blocks is not None and not modifiers.blocks.is_packed:
             return None, None
         modifiers_key = modifiers.key
-    key = (modifiers_key, layouts, dtype, index, options, extra_layouts)
     try:
+        made_for = None
+        if metadata is not None:
+            made_for = (metadata.plan, metadata.split_counts.get_device())
+        key = (modifiers_key, layouts, dtype, index, options, extra_layouts, made_for)
         plan = _plans.get(key)
-    except TypeError:  # an option that is no plain value: validation names it
+    except (AttributeError, TypeError):  # an option that is no plain value: validation names it
         return None, None
     if plan is None:
         return None, key
     captured: tuple[int, ...] = ()
     if modifiers is not None:
         captured = modifiers.launch_arguments(plan.tile, (q.shape[-3], k.shape[-3]))
-    return plan.run(qkv, addresses, out, captured), key
+    counts = None if metadata is None else metadata.split_counts
+    lengths = (*extras[:4], extras[7])
+    return plan.run(qkv, addresses, out, captured, lengths, counts), key
+
+
+def _is_writable(
+    out: torch.Tensor, qkv: tuple[int, ...], dtype: torch.dtype, device_index: int
+) -> bool:
+    """Whether a kernel can write into a given tensor, and validation has nothing against it."""
+    address = out.data_ptr()
+    return not (
+        address % ALIGNMENT
+        or address in qkv
+        or out.dtype is not dtype
+        or out.get_device() != device_index
+        or (out.requires_grad and torch.is_grad_enabled())
+    )
 
 
 def _describe(extras: Extras) -> tuple[Addresses, Hashable]:
@@ -131,17 +154,20 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Key | Non
         key: where `recall` will look for the plan of this call; None remembers nothing.
     Raises: UnsupportedProblem, CompileDisallowed, CaptureError; all before anything is enqueued.
     """
-    target = selection.current_target(problem.device)
+    target = selection.current_target(problem.device).without(problem.sm_margin)
     kernel_key = selection.key_for(problem, target, inputs.kernel, _variant(inputs))
     _check_indices(problem, inputs)
     if inputs.q.numel() == 0 or inputs.k.numel() == 0:
         return _without_keys(problem, inputs)
     with torch.cuda.device(problem.device):
         executable = ready_executable(kernel_key)
-        merge = splitting.merge_key(problem, kernel_key)
-        merger = None if merge is None else ready_executable(merge)
+        others = (
+            splitting.merge_key(problem, kernel_key),
+            splitting.planner_key(problem, kernel_key),
+        )
+        merger, counter = (None if other is None else ready_executable(other) for other in others)
         given, inputs = inputs, _readable(inputs)
-        plan = make_plan(problem, inputs, kernel_key, target, executable, merger)
+        plan = make_plan(problem, inputs, kernel_key, target, executable, merger, counter)
         if key is not None and _is_remembered(key, given, inputs):
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
@@ -150,7 +176,10 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Key | Non
         qkv = (inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr())
         rows = (inputs.q.shape[-3], inputs.k.shape[-3])
         captured = inputs.modifiers.launch_arguments(plan.tile, rows)
-        result = plan.run(qkv, addresses, inputs.out, captured)
+        lengths = tuple(getattr(inputs, name) for name in LENGTHS)
+        metadata = inputs.scheduler_metadata
+        counts = None if metadata is None else metadata.split_counts
+        result = plan.run(qkv, addresses, inputs.out, captured, lengths, counts)
     if given.out is not None and inputs.out is None:
         return _into(given.out, result)
     return result
@@ -213,7 +242,7 @@ def ready_executable(kernel_key: compile.Key) -> Executable:
 
     Raises: CaptureError inside a capture; what `compile.executable` raises.
     """
-    if not is_capturing():
+    if not current.is_capturing():
         return compile.executable(kernel_key)
     found = cache.lookup(kernel_key)
     if found is None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from flash_cute import selection
+from flash_cute import current, selection
 from flash_cute.arguments import NUM_ADDRESSES, ForwardArguments
 from flash_cute.cache import Executable
-from flash_cute.errors import UnsupportedProblem
+from flash_cute.errors import UnsupportedProblem, refuse
 from flash_cute.problem import AttentionInputs, AttentionProblem
-from flash_cute.splitting import Merge, make_merge
+from flash_cute.scheduling import LengthTensors, Planner
+from flash_cute.splits import Splits, choose, heads_of
+from flash_cute.splitting import Merge, make_merge, make_planner
 from flash_cute.target import Target
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -33,28 +34,6 @@ TMA_STRIDE_LIMIT = 2**40  # bytes
 L2_SECTION_BYTES = 32 * 2**20  # K and V of the heads in flight; two thirds of an H200's L2
 MOST_CTAS = 2**16  # of a launch
 LARGEST_BOUND = 2**30  # window bounds and chunks beyond it are cut: no sequence is as long
-
-# torch's own short cuts, without checks and objects: 0.1 µs instead of 1. The names are private, so
-# each has the public function behind it.
-_torch_c: Any = getattr(torch, "_C")  # noqa: B009
-_guards: Any = getattr(getattr(_torch_c, "_dynamo", None), "guards", None)
-
-
-def _raw_stream(device_index: int) -> int:
-    return torch.cuda.current_stream(device_index).cuda_stream
-
-
-def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-current_device: Callable[[], int] = getattr(_torch_c, "_cuda_getDevice", torch.cuda.current_device)
-raw_stream: Callable[[int], int] = getattr(_torch_c, "_cuda_getCurrentRawStream", _raw_stream)
-is_capturing: Callable[[], bool] = getattr(
-    _torch_c, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
-# An uninitialised tensor on the current device; Inductor's generated code allocates with this.
-empty: Callable[..., torch.Tensor] = getattr(_guards, "_empty_strided_cuda", _empty)
 
 
 class TileCounters:
@@ -126,6 +105,7 @@ class LaunchPlan:
     counters: TileCounters | None
     tile: tuple[int, int]
     merge: Merge | None = None
+    planner: Planner | None = None
 
     def run(
         self,
@@ -133,6 +113,8 @@ class LaunchPlan:
         extras: Addresses,
         out: torch.Tensor | None = None,
         captured: tuple[int, ...] = (),
+        lengths: LengthTensors = (),
+        split_counts: torch.Tensor | None = None,
     ) -> Result:
         """Launch on the current stream; returns out, or (out, lse).
 
@@ -140,29 +122,39 @@ class LaunchPlan:
             qkv: addresses of q, k, v.
             extras: addresses from cu_seqlens_q on, 0 for what is absent.
             captured: launch arguments of the callbacks and the block mask.
+            lengths: the tensors of scheduling.LENGTHS, for a plan that has a planner.
+            split_counts: those of a plan that the caller made, instead of the planner's.
         """
-        stream = raw_stream(self.device_index)
+        stream = current.raw_stream(self.device_index)
         counter, counters = 0, self.counters
         if counters is not None:
-            counter = counters.of_capture() if is_capturing() else counters.of_stream(stream)
+            counter = (
+                counters.of_capture() if current.is_capturing() else counters.of_stream(stream)
+            )
         if out is None:
-            out = empty(self.out_shape, self.out_strides, self.dtype)
+            out = current.empty(self.out_shape, self.out_strides, self.dtype)
         lse, lse_address = None, 0
         if self.lse_shape is not None:
-            lse = empty(self.lse_shape, self.lse_strides, torch.float32)
+            lse = current.empty(self.lse_shape, self.lse_strides, torch.float32)
             lse_address = lse.data_ptr()
         results = (out.data_ptr(), lse_address)
         merge = self.merge
         if merge is None:
-            self.executable(*qkv, *results, counter, *extras, *self.arguments, stream, *captured)
+            self.executable(*qkv, *results, counter, *extras, 0, *self.arguments, stream, *captured)
             return out if lse is None else (out, lse)
+        counts = 0
+        if self.planner is not None:
+            if split_counts is None:
+                split_counts = self.planner.counts(lengths, self.device_index, stream)
+            counts = split_counts.data_ptr()
         shape, lse_shape = merge.partial_shape, merge.partial_lse_shape
-        partial = empty(shape, contiguous_strides(shape), torch.float32)
-        partial_lse = empty(lse_shape, contiguous_strides(lse_shape), torch.float32)
+        partial = current.empty(shape, contiguous_strides(shape), torch.float32)
+        partial_lse = current.empty(lse_shape, contiguous_strides(lse_shape), torch.float32)
         partials = (partial.data_ptr(), partial_lse.data_ptr())
+        extras += (counts,)
         self.executable(*qkv, *partials, counter, *extras, *self.arguments, stream, *captured)
         cu_seqlens_q, _, seqused_q = extras[:3]
-        merge.run(partial, partial_lse, results, (cu_seqlens_q, seqused_q), stream)
+        merge.run(partial, partial_lse, results, (cu_seqlens_q, seqused_q, counts), stream)
         return out if lse is None else (out, lse)
 
 
@@ -173,34 +165,35 @@ def make_plan(
     target: Target,
     executable: Executable,
     merger: Executable | None = None,
+    counter: Executable | None = None,
 ) -> LaunchPlan:
     """Work out the launch of a problem on readable tensors laid out like `inputs`.
 
     Args:
         merger: the kernel that merges the parts, where the keys are split.
+        counter: the kernel that counts them, where the device has to.
     Raises: UnsupportedProblem when there are more query tiles than can be counted.
     """
     p, q, k, out = problem, inputs.q, inputs.k, inputs.out
     out_shape = (*q.shape[:-1], p.head_dim_v)
     lse_shape = result_lse_shape(problem, inputs) if p.return_lse else None
     rows_q = q.shape[-3]
-    packs = p.num_heads_kv * -(-p.group // kernel_key.spec.pack_heads)
+    packs = heads_of(p, kernel_key.spec)
     positions, tile_n = kernel_key.config.positions(kernel_key.spec), kernel_key.config.tile_n
     blocks = rows_q // positions + p.batch if p.is_packed_q else p.batch * -(-rows_q // positions)
-    splits = 1
-    if kernel_key.spec.is_split:
-        splits = selection.num_splits(p, kernel_key.spec, kernel_key.config, target)
-    num_tiles = blocks * packs * splits
+    splits, planner = _splits(p, inputs, kernel_key, target, counter)
+    num_tiles = blocks * packs * splits.most
     if num_tiles >= 2**31 - MOST_CTAS:
         raise UnsupportedProblem(
             f"the problem has {num_tiles} query tiles, at most 2**31: split it"
         )
     num_ctas = min(target.num_sms * kernel_key.config.ctas_per_sm, num_tiles)
+    is_counted = num_ctas < num_tiles or p.is_packed_q or planner is not None
     out_strides = contiguous_strides(out_shape)
     given_strides = out_strides if out is None else out.stride()
     written, merge = (out_shape, given_strides), None
     if merger is not None:
-        merge = make_merge(p, inputs, splits, given_strides, merger)
+        merge = make_merge(p, inputs, splits.most, given_strides, merger)
         written = (merge.parts_as_batches, contiguous_strides(merge.parts_as_batches))
     arguments = ForwardArguments(
         **dict.fromkeys(ForwardArguments._fields[:NUM_ADDRESSES], 0),
@@ -210,8 +203,9 @@ def make_plan(
         **_strides("v", inputs.v.shape, inputs.v.stride()),
         **_strides("out", *written),
         **_numbers(problem),
-        num_splits=splits,
-        section=section_heads(problem, packs) * splits,
+        num_splits=splits.most,
+        split_blocks=splits.blocks,
+        section=section_heads(problem, packs) * splits.most,
         num_ctas=num_ctas,
         stream=0,
     )
@@ -224,10 +218,36 @@ def make_plan(
         lse_strides=() if lse_shape is None else contiguous_strides(lse_shape),
         dtype=p.dtype,
         device_index=q.get_device(),
-        counters=tile_counters(q.get_device()) if num_ctas < num_tiles or p.is_packed_q else None,
+        counters=tile_counters(q.get_device()) if is_counted else None,
         tile=(positions, tile_n),
         merge=merge,
+        planner=planner,
     )
+
+
+def _splits(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    key: selection.KernelKey,
+    target: Target,
+    counter: Executable | None,
+) -> tuple[Splits, Planner | None]:
+    """The parts of the keys, and what counts them where the device has to.
+
+    Raises: InvalidProblem for a plan of the caller's that was made for another kind of call.
+    """
+    if not key.spec.is_split:
+        return Splits(), None
+    splits = choose(problem, key.spec, key.config, target)
+    if counter is None:
+        return splits, None
+    planner, given = make_planner(problem, key, target, splits, counter), inputs.scheduler_metadata
+    if given is None:
+        return splits, planner
+    if different := given.plan.differences(planner.plan):
+        why = "get_scheduler_metadata was given other arguments"
+        refuse("scheduler_metadata", f"a plan with {', '.join(different)}", "the call's", why)
+    return replace(splits, most=given.plan.most, blocks=given.plan.split_blocks), planner
 
 
 def _numbers(p: AttentionProblem) -> dict[str, Any]:
@@ -255,7 +275,7 @@ def _sizes(p: AttentionProblem, inputs: AttentionInputs) -> dict[str, int]:
         "num_heads_kv": p.num_heads_kv,
         "head_dim": p.head_dim,
         "head_dim_v": p.head_dim_v,
-        "num_pages": 0 if table is None else inputs.k.shape[0],
+        "batch_k": 1 if p.is_packed_k else inputs.k.shape[0],
         "max_pages": 0 if table is None else table.shape[1],
         "page_table_stride": 0 if table is None else table.stride(0),
     }

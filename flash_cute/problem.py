@@ -3,8 +3,8 @@
 ``AttentionProblem`` holds what a call asks for (sizes, masks, options) and no tensor; it is
 hashable, drives the choice of a kernel, and can be written by hand to ask ``is_supported`` or to
 warm up. ``AttentionInputs`` holds the tensors and callables of the call. ``attention_request``
-builds both and checks everything that can be known without reading device memory; ``check_values``
-checks the rest (the contents of cu_seqlens, seqused and page_table) and so waits for the device.
+builds both and checks everything that can be known without reading device memory;
+``values.check_values`` checks the rest, and so waits for the device.
 
 Every refusal reads ``<argument> is <got>, expected <expected> (<why>)``.
 """
@@ -22,6 +22,7 @@ from flash_cute.block_mask import BlockStructure, block_structure, sizes_of
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.features import Feature
 from flash_cute.modifiers import Modifiers
+from flash_cute.split_plan import SchedulerMetadata
 from flash_cute.variant import NATIVE, Callback, callback_form, callback_on
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -76,7 +77,8 @@ class AttentionProblem:
             none; window bounds in keys, both inclusive, None (or the legacy -1) for unbounded.
             Other negative bounds are ordinary: with the diagonal of query i at
             d = i + seqlen_k - seqlen_q, the window (left, right) shows keys d - left to d + right,
-            so (7, -8) shows none and (-3, 5) shows d + 3 to d + 5.
+            so (7, -8) shows none and (-3, 5) shows d + 3 to d + 5. split_size in keys, 0 for none;
+            mean_q: queries of a packed sequence on average; room_k: keys that one has room for.
     Raises: InvalidProblem for a value that means nothing; UnsupportedProblem for fp8 dtypes.
     """
 
@@ -113,6 +115,12 @@ class AttentionProblem:
     has_qv: bool = False
     pack_gqa: bool | None = None
     num_splits: int = 1
+    split_size: int = 0
+    has_scheduler_metadata: bool = False
+    sm_margin: int = 0
+    # Facts of packed and paged sequences that hints do not change; None where they are not known.
+    mean_q: int | None = None
+    room_k: int | None = None
     return_lse: bool = False
     requires_grad: bool = False
 
@@ -161,6 +169,13 @@ class AttentionProblem:
     def _check_options(self) -> None:
         check_int("attention_chunk", self.attention_chunk, 0)
         check_int("num_splits", self.num_splits, 0)
+        check_int("split_size", self.split_size, 0)
+        check_int("sm_margin", self.sm_margin, 0)
+        if self.split_size and self.num_splits > 1:
+            refuse("num_splits", self.num_splits, "0 or 1", "split_size is given too")
+        for name in ("mean_q", "room_k"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0)
         if self.softcap < 0:
             refuse("softcap", self.softcap, "0 (none) or a positive number")
         if self.pack_gqa is not None:
@@ -172,6 +187,35 @@ class AttentionProblem:
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def queries(self) -> int:
+        """Queries of a sequence as far as they shape the launch: whatever the hint says."""
+        if not self.is_packed_q or self.mean_q is None:
+            return self.seqlen_q
+        # The same sequence in any batch is to be cut into tiles in the same way.
+        return 1 if self.split_size else self.mean_q
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a sequence has room for, whatever the hint says."""
+        return self.seqlen_k if self.room_k is None else self.room_k
+
+    @property
+    def has_ragged_lengths(self) -> bool:
+        """Whether lengths lie on the device, and the host knows nothing but what they may be."""
+        return (
+            self.is_packed_q
+            or self.is_packed_k
+            or self.has_seqused_q
+            or self.has_seqused_k
+            or self.has_leftpad
+        )
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the package may split the keys, or is told to."""
+        return self.num_splits != 1 or self.split_size > 0 or self.has_scheduler_metadata
 
     @property
     def visible_left(self) -> int | None:
@@ -209,7 +253,9 @@ class AttentionProblem:
             Feature.VARLEN: self.is_packed_q or self.is_packed_k,
             Feature.SEQUSED: self.has_seqused_q or self.has_seqused_k,
             Feature.PAGED_KV: self.page_size is not None,
-            Feature.SPLIT_KV: self.num_splits > 1,
+            Feature.SPLIT_KV: self.num_splits > 1
+            or self.split_size > 0
+            or self.has_scheduler_metadata,
             Feature.PACK_GQA: bool(self.pack_gqa) and self.group > 1,
             Feature.SCORE_MOD: self.has_score_mod,
             Feature.MASK_MOD: self.has_mask_mod,
@@ -243,6 +289,9 @@ class Options:
     block_mask: object | None = None
     pack_gqa: bool | None = None
     num_splits: int = 1
+    split_size: int = 0
+    scheduler_metadata: SchedulerMetadata | None = None
+    sm_margin: int = 0
     return_lse: bool = False
     out: torch.Tensor | None = None
     kernel: type[Any] | None = None
@@ -272,7 +321,9 @@ class AttentionInputs:
             k (batch, seqlen_k, num_heads_kv, head_dim), or packed (total_k, …), or paged
             (num_pages, page_size, …); v like k with head_dim_v; out like q with head_dim_v
             cu_seqlens_q, cu_seqlens_k (batch + 1,) int32 contiguous; seqused_q, seqused_k (batch,)
-            int32 contiguous; page_table (batch, max_pages) int32; sink (num_heads_q,) contiguous
+            int32 contiguous; page_table (batch, max_pages) int32; batch_idx, leftpad (batch,) int32
+            contiguous: row of the cache or page_table, and first key, of each sequence; sink
+            (num_heads_q,) contiguous
             q, k, v, out and page_table have last stride 1 and any other strides
     Units:  the callbacks are those of the functions of the same name, on a GPU only; those of the
             block mask's own mask_mod are in block_callback
@@ -286,6 +337,8 @@ class AttentionInputs:
     seqused_q: torch.Tensor | None = None
     seqused_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
+    batch_idx: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
     sink: torch.Tensor | None = None
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None
@@ -293,6 +346,7 @@ class AttentionInputs:
     score_callback: Callback | None = None
     mask_callback: Callback | None = None
     block_callback: Callback | None = None
+    scheduler_metadata: SchedulerMetadata | None = None
     out: torch.Tensor | None = None
     kernel: type[Any] | None = None
 
@@ -306,10 +360,15 @@ class AttentionInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Support:
-    """The answer of ``is_supported``: true when ``reason`` is empty; ``backend`` would run it."""
+    """The answer of ``is_supported``: true when ``reason`` is empty; ``backend`` would run it.
+
+    A call takes `workspace_bytes` from PyTorch's allocator for partial results, and gives them back
+    to it; they depend on nothing but the problem.
+    """
 
     reason: str = ""
     backend: str = ""
+    workspace_bytes: int = 0
 
     def __bool__(self) -> bool:
         return not self.reason
@@ -333,6 +392,7 @@ def attention_request(
     check_sink(options.sink, num_heads_q, q.device)
     window_left, window_right = _window_pair(options.window_size)
     page_size = None if lengths.page_table is None else k.shape[1]
+    metadata = _check_metadata(options, batch, q.device)
     problem = AttentionProblem(
         dtype=q.dtype,
         device=q.device,
@@ -360,12 +420,40 @@ def attention_request(
         has_seqused_k=lengths.seqused_k is not None,
         page_size=page_size,
         pack_gqa=options.pack_gqa,
-        num_splits=options.num_splits,
+        num_splits=options.num_splits if metadata is None else 0,
+        split_size=options.split_size,
+        has_scheduler_metadata=metadata is not None,
+        sm_margin=options.sm_margin,
+        mean_q=_mean_q(q, batch, metadata) if lengths.cu_seqlens_q is not None else None,
+        room_k=_seqlen_k(k, dataclasses.replace(lengths, max_seqlen_k=None)),
         return_lse=options.return_lse,
         requires_grad=takes_part_in_autograd(q, k, v, options.sink, *_captured(inputs)),
     )
     _check_out(options.out, q, k, v, problem.requires_grad)
     return problem, inputs
+
+
+def _mean_q(q: torch.Tensor, batch: int, metadata: SchedulerMetadata | None) -> int:
+    """Queries of a packed sequence on average; those that a given plan was made for."""
+    return -(-q.shape[0] // max(batch, 1)) if metadata is None else metadata.plan.mean_q
+
+
+def _check_metadata(options: Options, batch: int, device: torch.device) -> SchedulerMetadata | None:
+    """Check that a plan is one, and there is nothing else to plan by."""
+    metadata = options.scheduler_metadata
+    if metadata is None:
+        return None
+    if not isinstance(cast(object, metadata), SchedulerMetadata):
+        got = f"of type {type(metadata).__name__}"
+        refuse("scheduler_metadata", got, "what flash_cute.get_scheduler_metadata returns")
+    if metadata.plan.batch != batch:
+        refuse("scheduler_metadata", f"a plan for {metadata.plan.batch} sequences", batch)
+    for name, own in (("num_splits", metadata.plan.most), ("split_size", 0)):
+        given = getattr(options, name)
+        if given > (name == "num_splits") and given != own:
+            refuse(name, given, "0", "scheduler_metadata has the numbers of parts")
+    check_index_tensor("scheduler_metadata.split_counts", metadata.split_counts, 1, device)
+    return metadata
 
 
 def _inputs(
@@ -393,6 +481,7 @@ def _inputs(
         score_callback=_callback("score_mod", options.score_mod, q.device),
         mask_callback=_callback("mask_mod", options.mask_mod, q.device),
         block_callback=_callback("mask_mod", block_mod, q.device),
+        scheduler_metadata=options.scheduler_metadata,
         out=options.out,
         kernel=options.kernel,
     )
@@ -641,75 +730,3 @@ def _check_out(
         for name, operand in (("q", q), ("k", k), ("v", v)):
             if operand.data_ptr() == tensor.data_ptr():
                 refuse("out", f"the memory of {name}", "memory of its own")
-
-
-def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
-    """Check the contents of the length tensors and of the used part of the page table.
-
-    Reads the tensors on the host, so it waits for the device. Rows of a packed tensor that lie past
-    the last entry of cu_seqlens are slack, and legal; unused page table entries may hold anything.
-
-    Raises: InvalidProblem naming the entry.
-    """
-    q, k = inputs.q, inputs.k
-    capacity_q = check_cu_seqlens("q", inputs.cu_seqlens_q, q, problem.seqlen_q)
-    capacity_k = check_cu_seqlens("k", inputs.cu_seqlens_k, k, problem.seqlen_k)
-    seqlen_k = problem.seqlen_k
-    _check_seqused("seqused_q", inputs.seqused_q, capacity_q or [problem.seqlen_q] * problem.batch)
-    _check_seqused("seqused_k", inputs.seqused_k, capacity_k or [seqlen_k] * problem.batch)
-    if inputs.page_table is not None and problem.page_size is not None:
-        used = [seqlen_k] * problem.batch
-        if inputs.seqused_k is not None:
-            used = to_list(inputs.seqused_k)
-        _check_page_table(inputs.page_table, used, problem.page_size, num_pages=k.shape[0])
-    if inputs.block_mask is not None:
-        inputs.block_mask.check_indices()
-        lengths_q = capacity_q or [problem.seqlen_q]
-        lengths_k = capacity_k or [problem.seqlen_k]
-        inputs.block_mask.check_lengths(max(lengths_q), max(lengths_k))
-
-
-def to_list(tensor: torch.Tensor) -> list[int]:
-    """Return the values of an index tensor; waits for the device."""
-    return cast("list[int]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
-
-
-def check_cu_seqlens(
-    side: str, cu_seqlens: torch.Tensor | None, packed: torch.Tensor, longest: int
-) -> list[int]:
-    """Check cu_seqlens of side q, k or k_new; returns the lengths, nothing for a dense side."""
-    if cu_seqlens is None:
-        return []
-    name, starts = f"cu_seqlens_{side}", to_list(cu_seqlens)
-    if starts[0] != 0:
-        refuse(f"{name}[0]", starts[0], 0)
-    lengths: list[int] = []
-    for index in range(1, len(starts)):
-        if starts[index] < starts[index - 1]:
-            at_least = f"at least {starts[index - 1]}"
-            refuse(f"{name}[{index}]", starts[index], at_least, f"{name}[{index - 1}]")
-        lengths.append(starts[index] - starts[index - 1])
-    total = packed.shape[0]
-    if starts[-1] > total:
-        refuse(f"{name}[-1]", starts[-1], f"at most {total}", f"{side[0]}.shape[0]")
-    if lengths and max(lengths) > longest:
-        refuse(f"max_seqlen_{side}", longest, f"at least {max(lengths)}", f"longest of {name}")
-    return lengths
-
-
-def _check_seqused(name: str, seqused: torch.Tensor | None, capacity: list[int]) -> None:
-    if seqused is None:
-        return
-    for index, (used, most) in enumerate(zip(to_list(seqused), capacity, strict=True)):
-        if not 0 <= used <= most:
-            refuse(f"{name}[{index}]", used, f"0 to {most}", "length of the sequence")
-
-
-def _check_page_table(
-    page_table: torch.Tensor, used: list[int], page_size: int, num_pages: int
-) -> None:
-    for row, length in enumerate(used):
-        pages = to_list(page_table[row, : -(-length // page_size)])
-        for column, page in enumerate(pages):
-            if not 0 <= page < num_pages:
-                refuse(f"page_table[{row}, {column}]", page, f"0 to {num_pages - 1}", "pages of k")

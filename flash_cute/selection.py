@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from flash_cute import env
+from flash_cute import env, splits
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.features import Feature
 from flash_cute.problem import AttentionProblem, Support
@@ -113,6 +113,8 @@ SM90 = Declaration(
             Feature.PACK_GQA,
             Feature.PAGED_KV,
             Feature.SPLIT_KV,
+            Feature.BATCH_IDX,
+            Feature.LEFTPAD,
         }
     ),
 )
@@ -133,9 +135,6 @@ class Variant:
 
 
 PLAIN = Variant()
-LEAST_BLOCKS = 4  # of keys that are worth a part of their own
-WELL_FILLED = 0.8  # of the multiprocessors: then nothing is gained by splitting
-MAX_SPLITS = 256
 
 
 @dataclass(frozen=True)
@@ -171,6 +170,17 @@ class BuilderKey:
     keys_per_lane: int
 
 
+@dataclass(frozen=True)
+class PlannerKey:
+    """Everything that shapes the kernel that counts parts; any architecture runs it.
+
+    Units: lengths: those of scheduling.LENGTHS that there are
+    """
+
+    arch: str
+    lengths: frozenset[str]
+
+
 COMBINE_TILE_DIMS = (8, 16, 32, 64, 128, 256, 512)
 
 
@@ -188,6 +198,7 @@ class CombineKey:
     tile_d: int
     is_packed: bool = False
     has_seqused: bool = False
+    has_split_counts: bool = False  # of each sequence
 
 
 def current_target(device: torch.device | int | None = None) -> Target:
@@ -215,10 +226,14 @@ def target_of(problem: AttentionProblem) -> Target:
 def is_supported(problem: AttentionProblem, target: Target | None = None) -> Support:
     """Say whether a kernel runs `problem` on `target` (the problem's own GPU if None)."""
     try:
-        key = key_for(problem, target or target_of(problem))
+        target = target or target_of(problem)
+        key = key_for(problem, target)
     except UnsupportedProblem as error:
         return Support(reason=str(error))
-    return Support(backend=key.kernel)
+    num_bytes = 0
+    if key.spec.is_split:
+        num_bytes = splits.workspace_bytes(problem, key.spec, key.config, target)
+    return Support(backend=key.kernel, workspace_bytes=num_bytes)
 
 
 def key_for(
@@ -246,7 +261,7 @@ def key_for(
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
 
 
-def kernel_for(key: KernelKey | BuilderKey | CombineKey) -> Any:
+def kernel_for(key: KernelKey | BuilderKey | CombineKey | PlannerKey) -> Any:
     """Build the kernel object of a key; imports the DSL."""
     if isinstance(key, BuilderKey):
         from flash_cute.device.block_builder import BlockMaskBuilder
@@ -255,8 +270,12 @@ def kernel_for(key: KernelKey | BuilderKey | CombineKey) -> Any:
     if isinstance(key, CombineKey):
         from flash_cute.device.combine import PartsCombiner
 
-        shape = (key.tile_d, key.is_packed, key.has_seqused)
+        shape = (key.tile_d, key.is_packed, key.has_seqused, key.has_split_counts)
         return PartsCombiner(key.dtype, key.out_dtype, *shape)
+    if isinstance(key, PlannerKey):
+        from flash_cute.device.split_planner import SplitPlanner
+
+        return SplitPlanner(key.lengths)
     from flash_cute.sm90.fwd import FlashAttentionForwardSm90
 
     if isinstance(key, SubclassKey):
@@ -294,12 +313,16 @@ def _key(
         has_block_mask=p.has_block_mask,
         has_full_blocks=variant.has_full_blocks,
         block_mod=variant.block_mod,
-        page_rows=p.page_size or 0,
+        page_rows=_page_rows(p, sm90.SMALLEST_TILE_N) if p.page_size else 0,
+        has_batch_idx=p.has_batch_idx,
+        has_leftpad=p.has_leftpad,
     )
     # A packed length is a hint that must not shape code, nor must the room in a page table.
     is_hint = p.is_packed_k or p.page_size is not None
     seqlen_k = sm90.LONG_SEQLEN if is_hint else p.seqlen_k
     config = sm90.default_config(spec, seqlen_k, variant.block_size)
+    if p.may_split and _rows_of_heads(p) <= sm90.DECODE_ROWS and not p.has_block_mask:
+        config = sm90.decode_config(spec)
     if subclass is not None:
         config = _asked_config(subclass, spec, config)
     if variant.block_size is not None and not config.divides(variant.block_size, spec):
@@ -308,54 +331,29 @@ def _key(
             f"of {declaration.kernel} must divide it"
         )
     if p.page_size is not None:
-        spec = replace(spec, page_rows=_page_rows(p.page_size, config.tile_n))
+        spec = replace(spec, page_rows=_page_rows(p, config.tile_n))
     if Feature.PACK_GQA in declaration.features:
         spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
-    can_split = Feature.SPLIT_KV in declaration.features
-    if can_split and num_splits(p, spec, config, target) > 1:
-        spec = replace(spec, is_split=True, has_lse=True)
+    if Feature.SPLIT_KV in declaration.features:
+        chosen = splits.choose(p, spec, config, target)
+        is_split, is_counted = chosen.is_split, chosen.is_counted
+        has_lse = spec.has_lse or is_split
+        spec = replace(spec, is_split=is_split, has_split_counts=is_counted, has_lse=has_lse)
     if subclass is not None:
         return SubclassKey(declaration.kernel, target.arch, spec, config, subclass)
     return KernelKey(declaration.kernel, target.arch, spec, config)
 
 
-def num_splits(
-    p: AttentionProblem,
-    spec: ForwardSpecialization,
-    config: sm90.ForwardConfigSm90,
-    target: Target,
-) -> int:
-    """Parts that the keys are split into, by a kernel that splits them.
-
-    By itself only where lengths are not hints, and where the tiles leave multiprocessors idle.
-    Raises: UnsupportedProblem when a block mask's lists would have to be split.
-    """
-    if p.num_splits > 1 and p.has_block_mask:
-        raise UnsupportedProblem(
-            f"num_splits is {p.num_splits} with a block mask, expected 0 or 1: lists of blocks are "
-            "not split"
-        )
-    if p.num_splits != 0:
-        return p.num_splits
-    is_hint = p.is_packed_q or p.is_packed_k or p.page_size is not None
-    if p.has_block_mask or is_hint:
-        return 1
-    blocks = -(-p.seqlen_k // config.tile_n)
-    packs = p.num_heads_kv * -(-p.group // spec.pack_heads)
-    tiles = p.batch * packs * -(-p.seqlen_q // config.positions(spec))
-    if blocks <= LEAST_BLOCKS or tiles >= WELL_FILLED * target.num_sms:
-        return 1
-    return max(1, min(target.num_sms // tiles, blocks // LEAST_BLOCKS, MAX_SPLITS))
+def _rows_of_heads(p: AttentionProblem) -> int:
+    """Rows of a tile that the queries of all heads of one key/value head take, as far as packed."""
+    group = 1 if p.pack_gqa is False else p.group
+    return group * -(-p.queries // 8) * 8 if group > 1 else p.queries
 
 
-def _page_rows(page_size: int, tile_n: int) -> int:
-    """Keys of one load: they lie in one page and one tile. Raises: UnsupportedProblem."""
-    rows = math.gcd(page_size, tile_n)
-    if rows % 8:
-        raise UnsupportedProblem(
-            f"page_size is {page_size}, expected a multiple of 8: keys are loaded by 8 and more"
-        )
-    return rows
+def _page_rows(p: AttentionProblem, tile_n: int) -> int:
+    """Keys of one load, which lie in one page and one tile; 1 where they are gathered."""
+    rows = math.gcd(p.page_size or 1, tile_n)
+    return 1 if rows % 8 or p.has_leftpad else rows
 
 
 def _pack_heads(
@@ -369,7 +367,7 @@ def _pack_heads(
     packs = -(-p.group // (config.tile_m // 8))
     heads = -(-p.group // packs)
     if p.pack_gqa is None:
-        is_short = not p.is_packed_q and 2 * p.seqlen_q <= config.tile_m
+        is_short = 2 * p.queries <= config.tile_m
         return heads if is_short and not variant.is_mask_per_head else 1
     if variant.is_mask_per_head:
         raise UnsupportedProblem(

@@ -43,8 +43,11 @@ class ForwardSpecialization:
     has_full_blocks: bool = False
     block_mod: CallbackKey | None = None  # mask_mod of the block mask: partial blocks only
     pack_heads: int = 1  # query heads of one key/value head in a tile
-    page_rows: int = 0  # keys of one load from a page; 0 where keys are not paged
+    page_rows: int = 0  # keys of one load from a page; 1: gathered; 0 where keys are not paged
     is_split: bool = False  # the keys of a tile are split; partial results leave the kernel
+    has_split_counts: bool = False  # into a number of parts that each sequence has of its own
+    has_batch_idx: bool = False  # sequences lie in chosen rows of the cache or page table
+    has_leftpad: bool = False  # and begin after a padding of their own
 
     @property
     def modifies_scores(self) -> bool:
@@ -56,6 +59,11 @@ class ForwardSpecialization:
         """Whether a callback that runs on every score loads something for each."""
         mods = (self.score_mod, self.mask_mod)
         return any(key is not None and key.looks_up_keys for key in mods)
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether keys are found one by one, since pages or paddings fit no tile of theirs."""
+        return self.page_rows == 1
 
     @property
     def is_ragged_k(self) -> bool:
@@ -88,7 +96,10 @@ class ForwardSpecialization:
             "usedk": self.has_seqused_k,
             f"pack{self.pack_heads}": self.pack_heads > 1,
             f"pages{self.page_rows}": self.page_rows > 0,
-            "split": self.is_split,
+            "split": self.is_split and not self.has_split_counts,
+            "splits": self.has_split_counts,
+            "rows": self.has_batch_idx,
+            "leftpad": self.has_leftpad,
             "lse": self.has_lse,
             "negated": self.negate_scores,
         }

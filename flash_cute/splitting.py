@@ -13,7 +13,10 @@ import torch
 from flash_cute.cache import Executable
 from flash_cute.combine_plan import CombinePlan, CombineStrides, combine_key, make_combine_plan
 from flash_cute.problem import AttentionInputs, AttentionProblem
-from flash_cute.selection import CombineKey, KernelKey
+from flash_cute.scheduling import LENGTHS, Planner
+from flash_cute.selection import CombineKey, KernelKey, PlannerKey
+from flash_cute.splits import Splits, split_plan
+from flash_cute.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,15 @@ class Merge:
         partial: torch.Tensor,
         partial_lse: torch.Tensor,
         results: tuple[int, int],
-        lengths: tuple[int, int],
+        lengths: tuple[int, int, int],
         stream: int,
     ) -> None:
-        """Enqueue the merge; results: addresses of out and lse; lengths: of cu_seqlens, seqused."""
+        """Enqueue the merge.
+
+        Args:
+            results: addresses of out and lse.
+            lengths: addresses of cu_seqlens, seqused and the numbers of parts.
+        """
         addresses = (partial.data_ptr(), partial_lse.data_ptr(), *results, *lengths)
         self.plan.run(addresses, stream)
 
@@ -51,8 +59,35 @@ def merge_key(problem: AttentionProblem, key: KernelKey) -> CombineKey | None:
     p = problem
     if not key.spec.is_split:
         return None
-    ragged = (p.is_packed_q, p.has_seqused_q)
+    ragged = (p.is_packed_q, p.has_seqused_q, key.spec.has_split_counts)
     return combine_key(key.arch, torch.float32, p.dtype, p.head_dim_v, *ragged)
+
+
+def planner_key(problem: AttentionProblem, key: KernelKey) -> PlannerKey | None:
+    """Return the key of the kernel that counts parts; None where nothing is counted."""
+    if not key.spec.has_split_counts:
+        return None
+    p = problem
+    given = {
+        "cu_seqlens_q": p.is_packed_q,
+        "cu_seqlens_k": p.is_packed_k,
+        "seqused_q": p.has_seqused_q,
+        "seqused_k": p.has_seqused_k,
+        "leftpad": p.has_leftpad,
+    }
+    return PlannerKey(key.arch, frozenset(name for name in LENGTHS if given[name]))
+
+
+def make_planner(
+    problem: AttentionProblem,
+    key: KernelKey,
+    target: Target,
+    splits: Splits,
+    executable: Executable,
+) -> Planner:
+    """Work out the counting of the parts of a problem."""
+    plan = split_plan(problem, key.spec, key.config, target, splits)
+    return Planner(executable, plan, rows_q=problem.seqlen_q, rows_k=problem.capacity)
 
 
 def make_merge(

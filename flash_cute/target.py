@@ -7,7 +7,7 @@ Detected by the caller (`Target.from_capability`) or given by name for compiling
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash_cute.errors import InvalidProblem, UnsupportedProblem
 
@@ -87,6 +87,10 @@ class Target:
             raise InvalidProblem(f"num_sms is {num_sms}, expected at least 1")
         sms = known.num_sms if num_sms is None else num_sms
         return cls(known.name, sms, known.smem_kib * _KIB)
+
+    def without(self, num_sms: int) -> Target:
+        """The same GPU with so many multiprocessors left to others, but for one."""
+        return replace(self, num_sms=max(1, self.num_sms - num_sms)) if num_sms else self
 
     @property
     def capability(self) -> tuple[int, int]:

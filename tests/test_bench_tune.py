@@ -12,7 +12,7 @@ import torch
 from bench import __main__ as command
 from bench import shapes, tune
 from bench.report import Cell, Result
-from flash_cute import compile, plan, selection
+from flash_cute import compile, current, plan, selection
 from flash_cute.arguments import ForwardArguments
 from flash_cute.target import Target
 
@@ -62,10 +62,12 @@ def test_a_choice_reaches_the_kernel_and_the_launch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compile, "executable", executable)
     monkeypatch.setattr(selection, "current_target", lambda device: Target.from_arch(ARCH))
     monkeypatch.setattr(plan, "tile_counters", lambda index: Counters())
-    monkeypatch.setattr(plan, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(plan, "is_capturing", lambda: False)
+    monkeypatch.setattr(current, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(current, "is_capturing", lambda: False)
     monkeypatch.setattr(
-        plan, "empty", lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)
+        current,
+        "empty",
+        lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype),
     )
     q, k, v = (torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16) for _ in range(3))
     choices = {choice.name: choice for choice in tune.choices(shape, ARCH)}

@@ -25,10 +25,10 @@ from flash_cute import (
     cache_info,
     clear_cache,
     compile,
+    current,
     flash_attn_func,
     flex_attention,
     launch,
-    plan,
     selection,
 )
 from flash_cute.arguments import BlockBuilderArguments
@@ -257,10 +257,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setattr(builder, "_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(plan, "raw_stream", lambda index: 0)
-    monkeypatch.setattr(plan, "empty", lambda size, strides, dtype: torch.empty(size, dtype=dtype))
-    for module in (plan, launch):
-        monkeypatch.setattr(module, "is_capturing", lambda: False)
+    monkeypatch.setattr(current, "raw_stream", lambda index: 0)
+    monkeypatch.setattr(
+        current, "empty", lambda size, strides, dtype: torch.empty(size, dtype=dtype)
+    )
+    monkeypatch.setattr(current, "is_capturing", lambda: False)
 
 
 def test_launch_arguments_are_those_of_the_result(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
@@ -304,7 +305,7 @@ def test_host_refuses_before_compiling(fake_gpu: None, monkeypatch: pytest.Monke
 
 @pytest.mark.compile
 def test_a_first_call_in_a_capture_is_refused(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "is_capturing", lambda: True)
+    monkeypatch.setattr(current, "is_capturing", lambda: True)
     with pytest.raises(CaptureError, match="BuilderKey"):
         block_mask_from(causal, 1, 1, 8, 8, "cuda")
 

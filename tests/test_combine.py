@@ -20,11 +20,10 @@ from flash_cute import (
     cache_info,
     combine,
     compile,
+    current,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_varlen_func,
-    launch,
-    plan,
     selection,
 )
 from flash_cute.arguments import CombineArguments
@@ -450,7 +449,7 @@ def toy(monkeypatch: pytest.MonkeyPatch):
     """The host side of a Hopper GPU; see toy_gpu."""
     launches = toy_gpu.install(monkeypatch)
     monkeypatch.setattr(combine, "_plans", {})
-    monkeypatch.setattr(plan, "current_device", lambda: 0)
+    monkeypatch.setattr(current, "current_device", lambda: 0)
     return launches
 
 
@@ -467,10 +466,10 @@ def test_launch_arguments(toy: toy_gpu.Launches):
         args = CombineArguments(*toy.arguments)
         tensors = (parts, lses, out, lse)
         assert args[:6] == (*(tensor.data_ptr() for tensor in tensors), 0, 0)
-        assert args[6:12] == (4, 2, 37, 3, 40, 2)
-        assert args[12:16] == parts.stride()[:-1] and args[16:20] == lses.stride()
-        assert args[20:23] == out.stride()[:-1]
-        assert args[23:26] == (lse.stride(0), lse.stride(2), lse.stride(1)) and args.stream == 0
+        assert args[7:13] == (4, 2, 37, 3, 40, 2)
+        assert args[13:17] == parts.stride()[:-1] and args[17:21] == lses.stride()
+        assert args[21:24] == out.stride()[:-1]
+        assert args[24:27] == (lse.stride(0), lse.stride(2), lse.stride(1)) and args.stream == 0
     assert toy.looked_up == [CombineKey("sm_90a", "fp32", "bf16", 64)]
     flash_attn_combine(parts, lses, return_lse=False)
     assert CombineArguments(*toy.arguments).lse == 0
@@ -483,7 +482,7 @@ def test_packed_launch_arguments(toy: toy_gpu.Launches):
     out, lse = flash_attn_combine(parts, lses, cu_seqlens=cu_seqlens, seqused=seqused)
     args = CombineArguments(*toy.arguments)
     assert (args.cu_seqlens, args.seqused) == (cu_seqlens.data_ptr(), seqused.data_ptr())
-    assert args[6:12] == (3, 1, 66, 3, 64, 5) and lse.shape == (3, 66)
+    assert args[7:13] == (3, 1, 66, 3, 64, 5) and lse.shape == (3, 66)
     strides = args._asdict()
     assert strides["out_partial_stride_split"] == parts.stride(0)
     assert strides["lse_partial_stride_seqlen"] == lses.stride(1)
@@ -563,7 +562,7 @@ def test_nothing_is_launched_where_there_is_nothing(toy: toy_gpu.Launches):
 def test_a_first_call_in_a_capture_is_refused(
     toy: toy_gpu.Launches, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(launch, "is_capturing", lambda: True)
+    monkeypatch.setattr(current, "is_capturing", lambda: True)
     monkeypatch.setattr(cache, "_memory", {})
     with pytest.raises(CaptureError, match="CombineKey"):
         flash_attn_combine(*on_gpu(*Sizes().parts()))
@@ -606,7 +605,7 @@ def test_kernels_are_cached_and_take_what_the_host_passes(
     monkeypatch.setattr(compile, "executable", executable)
     monkeypatch.setattr(combine, "_plans", {})
     monkeypatch.setattr(cache, "_memory", {})
-    monkeypatch.setattr(plan, "current_device", lambda: 0)
+    monkeypatch.setattr(current, "current_device", lambda: 0)
     monkeypatch.setenv("FLASH_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
     before = cache_info().compiles
     for sizes in (Sizes(), Sizes(), Sizes(splits=9, dim=40, batch=None, rows=5)):

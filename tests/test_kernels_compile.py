@@ -35,6 +35,18 @@ FEATURES = [
     {"has_seqused_k": True, "is_packed_q": True, "page_rows": 16, "pack_heads": 8},
     {**WINDOW, "has_seqused_k": True, "page_rows": 8},
     {"has_seqused_k": True, "is_causal": True, "is_split": True},
+    {"has_seqused_k": True, "page_rows": 1},
+    {
+        "has_seqused_k": True,
+        "is_causal": True,
+        "is_packed_q": True,
+        "page_rows": 1,
+        "pack_heads": 8,
+        "is_split": True,
+        "has_split_counts": True,
+        "has_batch_idx": True,
+        "has_leftpad": True,
+    },
     {
         "has_seqused_k": True,
         "is_packed_q": True,

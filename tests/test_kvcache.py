@@ -696,7 +696,7 @@ def test_what_is_refused_is_refused_beside_a_call_that_was_made(launches: toy_gp
         flash_attn_with_kvcache(*call, cache_seqlens=lengths, ver=5)
     with pytest.raises(ValueError, match="sm_margin is -1"):
         flash_attn_with_kvcache(*call, cache_seqlens=lengths, sm_margin=-1)
-    with pytest.raises(NotImplementedError, match="scheduler_metadata is given"):
+    with pytest.raises(ValueError, match="scheduler_metadata is of type ToyTensor, expected what "):
         flash_attn_with_kvcache(*call, cache_seqlens=lengths, scheduler_metadata=lengths)
     assert len(launches.launched) == 1
 

@@ -435,11 +435,6 @@ INVALID: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "scheduler_metadata": (
-        "new",
-        {"scheduler_metadata": int32(1)},
-        "scheduler_metadata is given, expected None: there is no get_scheduler_metadata yet",
-    ),
     "block_mask": (
         "paged",
         {"block_mask": object()},
@@ -538,12 +533,8 @@ FEATURES: dict[str, tuple[str, dict[str, Any], set[Feature]]] = {
     "append_kv": ("new", {}, {Feature.APPEND_KV}),
     "append_kv-packed": ("ragged", {}, {Feature.APPEND_KV}),
     "rotary": ("new rotary", {}, {Feature.APPEND_KV, Feature.ROTARY}),
-    "batch_idx": ("chosen", {}, {Feature.BATCH_IDX}),
-    "leftpad": ("padded", {}, {Feature.LEFTPAD}),
     "qv": ("qv", {}, {Feature.QV}),
     "only_qv": ("qv only", {}, {Feature.QV}),
-    "paged_kv": ("paged padded", {}, {Feature.PAGED_KV, Feature.LEFTPAD}),
-    "split_kv": ("padded", {"num_splits": 4}, {Feature.SPLIT_KV, Feature.LEFTPAD}),
     "all": (
         "paged chosen padded ragged packed rotary",
         {},

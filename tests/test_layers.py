@@ -24,13 +24,14 @@ PACKAGE = "flash_cute"
 LAYERS = {
     "errors": 0, "env": 0, "target": 0, "features": 0,
     "arguments": 1, "specialization": 1, "capture": 1, "probe": 1, "variant": 1, "block_mask": 1,
-    "modifiers": 1, "problem": 1, "reference": 1, "cache_request": 1, "reference_cache": 1,
+    "modifiers": 1, "split_plan": 1, "problem": 1, "reference": 1, "values": 1,
+    "cache_request": 1,     "reference_cache": 1,
     "device": 2,
     "sm80": 3, "sm90": 3, "sm100": 3,
     "subclassing": 4, "selection": 4, "cache": 4, "compile": 4, "plan": 4, "launch": 4,
-    "splitting": 4, "combine_plan": 4,
-    "ops": 5, "api": 5, "builder": 5, "combine": 5, "flex": 5, "kvcache": 5, "viz": 5,
-    "__init__": 5, "__main__": 5,
+    "splitting": 4, "combine_plan": 4, "splits": 4, "scheduling": 4, "current": 4,
+    "ops": 5, "api": 5, "builder": 5, "combine": 5, "flex": 5, "kvcache": 5, "metadata": 5,
+    "viz": 5, "__init__": 5, "__main__": 5,
 }  # fmt: skip
 ARCHITECTURES = {"sm80", "sm90", "sm100"}
 

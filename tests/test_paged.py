@@ -4,7 +4,7 @@ import checks
 import pytest
 import torch
 
-from flash_cute import Feature, UnsupportedProblem, flash_attn_varlen_func, selection
+from flash_cute import Feature, flash_attn_varlen_func, selection
 from flash_cute.problem import AttentionProblem, Lengths
 from flash_cute.target import Target
 
@@ -32,9 +32,13 @@ def test_keys_of_a_load_lie_in_one_page_and_one_tile(page_size, rows):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 100])
-def test_pages_that_no_load_fits_are_refused(page_size):
-    with pytest.raises(UnsupportedProblem, match=f"page_size is {page_size}, expected a multiple"):
-        key(page_size)
+def test_keys_of_pages_that_no_load_fits_are_gathered(page_size):
+    found = key(page_size)
+    assert found.spec.gathers_keys and not found.config.check(found.spec)
+
+
+def test_a_left_padding_shifts_pages_against_loads():
+    assert key(128, has_leftpad=True).spec.gathers_keys
 
 
 def test_room_in_the_table_shapes_no_code():
@@ -83,8 +87,8 @@ def check(operands, lengths, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 128, 256])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("page_size", [1, 4, 8, 16, 48, 64, 100, 256])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 72), (128, 128), (192, 128), (256, 256)])
 def test_pages_of_any_order(gpu: None, dims, page_size: int):
     operands, lengths = paged(page_size, *dims)
     for causal in (False, True):
@@ -97,7 +101,8 @@ def test_pages_of_any_order(gpu: None, dims, page_size: int):
     {"mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + h) % 3 != b % 3},
 ], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_everything_else_counts_too(gpu: None, options):
-    check(*paged(16, 128, 128), **options)
+    for page_size in (16, 3):
+        check(*paged(page_size, 128, 128), **options)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Keys split over tiles: how many parts, what is launched, and the result on a GPU."""
 
-import dataclasses
-
 import checks
 import pytest
 import torch
@@ -9,66 +7,94 @@ import toy_gpu
 
 from flash_cute import (
     Feature,
+    InvalidProblem,
     UnsupportedProblem,
     compile,
     flash_attn_func,
     flash_attn_varlen_func,
     selection,
+    splits,
 )
 from flash_cute.problem import AttentionProblem, Lengths
 from flash_cute.target import Target
 
 H200 = Target.from_arch("sm_90a")
-DECLARED = selection.SM90.features | {Feature.SPLIT_KV, Feature.PAGED_KV}
 
 
-@pytest.fixture
-def declared(monkeypatch: pytest.MonkeyPatch):
-    """The kernel as if it were declared to split keys."""
-    changed = dataclasses.replace(selection.SM90, features=DECLARED)
-    monkeypatch.setattr(selection, "SM90", changed)
-    monkeypatch.setattr(selection, "KERNELS", (changed,))
-
-
-def splits_of(num_splits: int = 0, **changes) -> int:
+def splits_of(num_splits: int = 0, **changes) -> splits.Splits:
     sizes = dict(batch=1, seqlen_q=1, seqlen_k=65536, num_heads_q=8, num_heads_kv=8, device="cuda")
     dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, num_splits=num_splits)
     problem = AttentionProblem(**(sizes | dims | changes))
     key = selection.key_for(problem, H200)
-    found = selection.num_splits(problem, key.spec, key.config, H200)
-    assert key.spec.is_split == (found > 1)
-    assert key.spec.has_lse or found == 1
+    found = splits.choose(problem, key.spec, key.config, H200)
+    assert key.spec.is_split == found.is_split and key.spec.has_split_counts == found.is_counted
+    assert key.spec.has_lse or not found.is_split
     assert not key.config.check(key.spec)
     return found
 
 
-def test_parts_fill_the_multiprocessors(declared: None):
-    assert splits_of() == 132 // 8
-    assert splits_of(batch=4) == 4
-    assert splits_of(batch=64) == 1
-    assert splits_of(seqlen_k=512) == 1
-    assert splits_of(seqlen_k=2048) == 16 // selection.LEAST_BLOCKS
-    assert splits_of(num_heads_kv=1, num_heads_q=8) == 65536 // 128 // selection.LEAST_BLOCKS
+def test_parts_fill_the_multiprocessors():
+    assert splits_of() == splits.Splits(2 * 132 // 8, is_split=True)
+    assert splits_of(batch=4).most == 2 * 132 // 32
+    assert splits_of(batch=64) == splits.Splits()
+    assert splits_of(seqlen_k=256) == splits.Splits()
+    assert splits_of(seqlen_k=2048).most == 2048 // splits.LEAST_KEYS
+    assert splits_of(num_heads_kv=1).most == splits.MAX_SPLITS
+    assert splits_of(seqlen_q=4096, batch=8) == splits.Splits()
 
 
-def test_hints_do_not_split_by_themselves_and_a_number_decides(declared: None):
-    assert splits_of(is_packed_q=True, is_packed_k=True) == 1
-    assert splits_of(page_size=16) == 1
-    assert splits_of(3, is_packed_q=True, is_packed_k=True) == 3
-    assert splits_of(1) == 1
-    assert splits_of(200) == 200
+def test_a_number_decides():
+    assert splits_of(3, is_packed_q=True, is_packed_k=True) == splits.Splits(3, is_split=True)
+    assert splits_of(1) == splits.Splits()
+    assert splits_of(200).most == 200
 
 
-def test_lists_of_blocks_are_not_split(declared: None):
-    assert splits_of(has_block_mask=True) == 1
+def test_lengths_on_the_device_are_counted_there():
+    used = dict(has_seqused_k=True, num_heads_kv=2)
+    assert splits_of(**used).is_counted
+    assert splits_of(batch=500, **used).is_counted  # one may be longer than the others
+    assert not splits_of(batch=500, seqlen_q=500, **used).is_split
+    assert not splits_of(seqlen_k=200, **used).is_split
+    assert splits_of(seqlen_k=200, has_scheduler_metadata=True, **used).is_counted
+
+
+def test_hints_decide_nothing():
+    facts = dict(is_packed_q=True, has_seqused_k=True, mean_q=1, room_k=65536, page_size=16)
+    assert splits_of(seqlen_q=1, seqlen_k=100, **facts) == splits_of(seqlen_q=77, **facts)
+
+
+def test_memory_bounds_what_the_package_chooses():
+    few = dict(has_seqused_k=True, num_heads_kv=1, num_heads_q=64, seqlen_q=8)
+    assert splits_of(**few).most > splits_of(**few, batch=16).most > 1
+
+
+def test_parts_of_a_fixed_size():
+    assert splits_of(split_size=4096) == splits.Splits(16, 64, is_split=True)
+    ragged = splits_of(split_size=4100, has_seqused_k=True)
+    assert ragged == splits.Splits(16, 64, is_split=True, is_counted=True)
+    assert splits_of(split_size=1, seqlen_k=100) == splits.Splits(2, 1, is_split=True)
+    with pytest.raises(InvalidProblem, match="split_size is 128, expected at least 256 "):
+        splits_of(split_size=128)
+    with pytest.raises(InvalidProblem, match="num_splits is 3, expected 0 or 1"):
+        splits_of(3, split_size=4096)
+
+
+def test_workspace_can_be_asked_for():
+    sizes = dict(batch=1, seqlen_q=1, seqlen_k=65536, num_heads_q=8, num_heads_kv=8, device="cuda")
+    dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16)
+    answer = selection.is_supported(AttentionProblem(**sizes, **dims, num_splits=5), H200)
+    assert answer.workspace_bytes == 5 * 8 * (128 + 1) * 4
+    assert selection.is_supported(AttentionProblem(**sizes, **dims), H200).workspace_bytes == 0
+
+
+def test_lists_of_blocks_are_not_split():
+    assert splits_of(has_block_mask=True) == splits.Splits()
     with pytest.raises(UnsupportedProblem, match="num_splits is 2 with a block mask"):
         splits_of(2, has_block_mask=True)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_parts_are_launched_and_merged(
-    declared: None, monkeypatch: pytest.MonkeyPatch, is_packed: bool
-):
+def test_parts_are_launched_and_merged(monkeypatch: pytest.MonkeyPatch, is_packed: bool):
     launches = toy_gpu.install(monkeypatch)
     batch, rows, heads, d = 2, 40, 4, 64
     shape = (batch * rows, heads, d) if is_packed else (batch, rows, heads, d)
@@ -85,7 +111,7 @@ def test_parts_are_launched_and_merged(
     assert merge.out_dtype == "bf16"
 
 
-def test_warmup_makes_the_merge_ready_too(declared: None, monkeypatch: pytest.MonkeyPatch):
+def test_warmup_makes_the_merge_ready_too(monkeypatch: pytest.MonkeyPatch):
     made = []
     monkeypatch.setattr(compile, "prepare", lambda keys, *args, **kwargs: made.extend(keys))
     sizes = dict(batch=1, seqlen_q=1, seqlen_k=4096, num_heads_q=8, num_heads_kv=8)

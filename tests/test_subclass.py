@@ -31,6 +31,7 @@ from flash_cute import (
     api,
     cache,
     compile,
+    current,
     env,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -299,7 +300,7 @@ def test_processes_leave_a_subclass_to_their_parent(own_cache: Path):
 
 @pytest.mark.compile
 def test_a_first_call_inside_a_capture_is_refused(own_cache: Path, monkeypatch: Any):
-    monkeypatch.setattr(launch, "is_capturing", lambda: True)
+    monkeypatch.setattr(current, "is_capturing", lambda: True)
     key = key_of(Double)
     with pytest.raises(CaptureError, match="call it once.*before the capture"):
         launch.ready_executable(key)

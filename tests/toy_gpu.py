@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_cute import capture, compile, launch, plan, selection
+from flash_cute import capture, compile, current, launch, plan, selection
 from flash_cute.arguments import ForwardArguments
 from flash_cute.target import Target
 
@@ -100,10 +100,9 @@ def install(patch: pytest.MonkeyPatch) -> Launches:
     patch.setattr(compile, "executable", launches.executable)
     patch.setattr(capture, "_TENSOR_CLASSES", (*capture._TENSOR_CLASSES, ToyTensor))
     patch.setattr(launch, "_plans", {})
-    for module in (launch, plan):
-        patch.setattr(module, "is_capturing", lambda: False)
-    patch.setattr(launch, "current_device", lambda: 0)
-    patch.setattr(plan, "raw_stream", lambda index: 0)
-    patch.setattr(plan, "empty", _empty)
+    patch.setattr(current, "is_capturing", lambda: False)
+    patch.setattr(current, "current_device", lambda: 0)
+    patch.setattr(current, "raw_stream", lambda index: 0)
+    patch.setattr(current, "empty", _empty)
     patch.setattr(plan, "tile_counters", lambda index: None)
     return launches

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_cute.arguments import CombineArguments
-from flash_cute.device.primitives import exp2, log2
+from flash_cute.device.primitives import copy_or_zero, exp2, log2
 from flash_cute.device.softmax import LN2, LOG2_E
 
 WARP = 32
@@ -42,6 +42,7 @@ class CombineParams:
     mLSE: cute.Tensor  # (seqlen, num_heads, batch); address 0 for none
     mCuSeqlens: cute.Tensor  # (num_sequences + 1,)
     mSeqused: cute.Tensor  # (num_sequences,)
+    mCounts: cute.Tensor  # (num_sequences,)
     num_splits: Int32
     seqlen: Int32
     num_heads: Int32
@@ -62,16 +63,6 @@ class Row:
     largest: Float32  # lse, or 0
 
 
-@cute.jit
-def copy_or_zero(slot: cute.Pointer, source: cute.Pointer, is_wanted: Boolean):
-    """Start a copy of 16 bytes into shared memory, or of zeros without an access to `source`."""
-    num_bytes = cutlass.select_(is_wanted, Int32(LOAD_BYTES), Int32(0))
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[slot.toint(), source.toint(), num_bytes],
-    )
-
-
 class PartsCombiner:
     """Merges partial results of one pair of dtypes; see the module docstring.
 
@@ -80,15 +71,24 @@ class PartsCombiner:
 
     smem_bytes = 0  # dynamic; the rings are static: 16 KiB
 
-    def __init__(self, dtype: str, out_dtype: str, tile_d: int, is_packed: bool, has_seqused: bool):
+    def __init__(
+        self,
+        dtype: str,
+        out_dtype: str,
+        tile_d: int,
+        is_packed: bool,
+        has_seqused: bool,
+        has_split_counts: bool,
+    ):
         self.dtype, self.out_dtype = DTYPES[dtype], DTYPES[out_dtype]
         self.is_packed, self.has_seqused = is_packed, has_seqused
+        self.has_split_counts = has_split_counts
         self.elements = LOAD_BYTES * 8 // self.dtype.width  # of a load
         self.threads_per_row = min(WARP, tile_d // self.elements)
         self.loads = tile_d // (self.elements * self.threads_per_row)  # of a lane and part
         self.stages = SLOTS // self.loads
         self.rows_per_cta = THREADS // self.threads_per_row
-        suffix = "_packed" * is_packed + "_seqused" * has_seqused
+        suffix = "_packed" * is_packed + "_seqused" * has_seqused + "_counts" * has_split_counts
         self.name = f"flash_combine_{dtype}_{out_dtype}_d{tile_d}{suffix}"
 
     # ---------------------------------------------------------------- host
@@ -96,7 +96,7 @@ class PartsCombiner:
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
         data = {"out_partial": self.dtype, "out": self.out_dtype}
-        data |= dict.fromkeys(("cu_seqlens", "seqused"), Int32)
+        data |= dict.fromkeys(("cu_seqlens", "seqused", "split_counts"), Int32)
 
         def address(name):
             dtype = data.get(name, Float32)
@@ -123,6 +123,7 @@ class PartsCombiner:
             mLSE=self.view(args, "lse", rows),
             mCuSeqlens=cute.make_tensor(args.cu_seqlens, cute.make_layout(args.num_sequences + 1)),
             mSeqused=cute.make_tensor(args.seqused, cute.make_layout(args.num_sequences)),
+            mCounts=cute.make_tensor(args.split_counts, cute.make_layout(args.num_sequences)),
             num_splits=args.num_splits,
             seqlen=args.seqlen,
             num_heads=args.num_heads,
@@ -159,35 +160,47 @@ class PartsCombiner:
         pair = row // p.seqlen
         batch = pair // p.num_heads
         position, head = row - pair * p.seqlen, pair - batch * p.num_heads
-        is_live = is_live & (position < self.end(p, position, batch))
+        sequence = self.sequence_of(p, position, batch)
+        is_live = is_live & (position < self.end(p, sequence))
+        num_splits = p.num_splits
+        if const_expr(self.has_split_counts):
+            num_splits = cutlass.max(cutlass.min(p.mCounts[sequence], num_splits), 1)
+        num_splits = cutlass.select_(is_live, num_splits, Int32(0))
         if cute.arch.vote_any_sync(is_live):
-            self.merge(p, (position, head, batch), is_live)
+            self.merge(p, (position, head, batch), is_live, num_splits)
 
     @cute.jit
-    def end(self, p: CombineParams, position: Int32, batch: Int32) -> Int32:
-        """One past the last used row of the sequence that a row belongs to."""
+    def sequence_of(self, p: CombineParams, position: Int32, batch: Int32) -> Int32:
+        """The sequence that a row belongs to, where that matters."""
+        sequence = batch
+        if const_expr(self.is_packed and (self.has_seqused or self.has_split_counts)):
+            # The last sequence that begins at or before the row: never an empty one before end.
+            first, past = Int32(0), p.num_sequences
+            while past - first > 1:
+                middle = (first + past) // 2
+                is_after = p.mCuSeqlens[middle] > position
+                first = cutlass.select_(is_after, first, middle)
+                past = cutlass.select_(is_after, middle, past)
+            sequence = first
+        return sequence
+
+    @cute.jit
+    def end(self, p: CombineParams, sequence: Int32) -> Int32:
+        """One past the last used row of a sequence, or of all packed ones."""
         end = p.seqlen
         if const_expr(self.is_packed):
             end = p.mCuSeqlens[p.num_sequences]
             if const_expr(self.has_seqused):
-                # The last sequence that begins at or before the row: never an empty one before end.
-                first, past = Int32(0), p.num_sequences
-                while past - first > 1:
-                    middle = (first + past) // 2
-                    is_after = p.mCuSeqlens[middle] > position
-                    first = cutlass.select_(is_after, first, middle)
-                    past = cutlass.select_(is_after, middle, past)
-                used = p.mCuSeqlens[first] + cutlass.max(p.mSeqused[first], 0)
-                end = cutlass.min(p.mCuSeqlens[first + 1], used)
+                used = p.mCuSeqlens[sequence] + cutlass.max(p.mSeqused[sequence], 0)
+                end = cutlass.min(p.mCuSeqlens[sequence + 1], used)
         elif const_expr(self.has_seqused):
-            end = cutlass.min(end, p.mSeqused[batch])
+            end = cutlass.min(end, p.mSeqused[sequence])
         return end
 
     @cute.jit
-    def merge(self, p: CombineParams, place: tuple, is_live: Boolean):
+    def merge(self, p: CombineParams, place: tuple, is_live: Boolean, num_splits: Int32):
         """Merge the parts of one row; all lanes of a warp come here together."""
         lane = cute.arch.lane_idx() % self.threads_per_row
-        num_splits = cutlass.select_(is_live, p.num_splits, Int32(0))
         gPartialLSE = p.mPartialLSE[(None, *place)]
         row = Row(
             gPartial=p.mPartial[(None, None, *place)],
@@ -274,7 +287,7 @@ class PartsCombiner:
                 source = cute.domain_offset((col, split), row.gPartial).iterator
                 # A part whose lse is NaN counts.
                 is_wanted = (lse != -Float32.inf) & (col < row.head_dim)
-                copy_or_zero(sRing[None, j, stage].iterator, source, is_wanted)
+                copy_or_zero(sRing[None, j, stage].iterator.toint(), source.toint(), is_wanted)
         cute.arch.cp_async_commit_group()
         return weight
 

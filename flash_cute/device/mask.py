@@ -119,15 +119,20 @@ class AttentionMask:
         return BlockRange(begin, full_begin, full_end, end)
 
     @cute.jit
-    def split_range(self, blocks: BlockRange, split: Int32, num_splits: Int32):
+    def split_range(self, blocks: BlockRange, split: Int32, num_splits: Int32, size: Int32):
         """(the part number `split` of the blocks, whether it is empty).
 
         An empty part gets a block all the same, in which nothing may be seen.
+
+        Args:
+            size: blocks of a part, the last of which has all that are left; 0 for equal parts.
         """
-        size = (blocks.end - blocks.begin + num_splits - 1) // num_splits
+        even_size = (blocks.end - blocks.begin + num_splits - 1) // num_splits
+        size = cutlass.select_(size > 0, size, even_size)
         first = blocks.begin + split * size
+        past = cutlass.select_(split == num_splits - 1, blocks.end, first + size)
         begin = cutlass.min(first, blocks.end - 1)
-        end = cutlass.max(cutlass.min(first + size, blocks.end), begin + 1)
+        end = cutlass.max(cutlass.min(past, blocks.end), begin + 1)
         full_begin = cutlass.max(cutlass.min(blocks.full_begin, end), begin)
         full_end = cutlass.max(cutlass.min(blocks.full_end, end), begin)
         return BlockRange(begin, full_begin, full_end, end), first >= blocks.end

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 
 
@@ -141,3 +141,26 @@ def quad_transpose(words: list, lane: Int32) -> list:
             words[low] = cutlass.select_(is_high, received, words[low])
             words[high] = cutlass.select_(is_high, words[high], received)
     return words
+
+
+@cute.jit
+def copy_or_zero(slot: Int32, source: Int64, is_wanted: Boolean):
+    """Start a copy of 16 bytes into shared memory, or of zeros without an access to `source`.
+
+    Args:
+        slot, source: addresses, multiples of 16.
+    """
+    num_bytes = cutlass.select_(is_wanted, Int32(16), Int32(0))
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[slot, source, num_bytes],
+    )
+
+
+@cute.jit
+def arrive_if(barrier: Int32):
+    """Arrive at the barrier of that address in shared memory; 0 is none."""
+    if barrier != 0:
+        cute.arch.inline_ptx(
+            "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier]
+        )

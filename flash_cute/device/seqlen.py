@@ -1,5 +1,6 @@
 """Where the sequences of a problem begin and how long they are, read on the device."""
 
+import typing
 from dataclasses import dataclass
 
 import cutlass
@@ -14,15 +15,16 @@ class SeqlenInfo:
     seqlen_q: Int32
     seqlen_k: Int32
     offset_q: Int32
-    offset_k: Int32
+    offset_k: Int32  # behind the left padding, where there is one
 
 
 @dataclass(frozen=True)
 class SequenceTable:
     """Lengths of all sequences: one for all, or from cu_seqlens and seqused.
 
-    Shapes: cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or None; seqused_q, seqused_k: (batch,)
-            int32 or None; a used length is never taken to be more than what there is room for
+    Shapes: cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or None; seqused_q, seqused_k, batch_idx,
+            leftpad: (batch,) int32 or None; a used length is never taken to be more than what there
+            is room for, and it counts the padding
     """
 
     batch: Int32
@@ -32,13 +34,28 @@ class SequenceTable:
     cu_seqlens_k: cute.Tensor | None
     seqused_q: cute.Tensor | None
     seqused_k: cute.Tensor | None
+    batch_idx: cute.Tensor | None
+    leftpad: cute.Tensor | None
 
     @cute.jit
     def of(self, batch: Int32) -> SeqlenInfo:
         """The sequence of index `batch`, which must be a valid one."""
         offset_q, seqlen_q = span(batch, self.seqlen_q, self.cu_seqlens_q, self.seqused_q)
         offset_k, seqlen_k = span(batch, self.seqlen_k, self.cu_seqlens_k, self.seqused_k)
+        if const_expr(self.leftpad is not None):
+            leftpad: typing.Any = self.leftpad
+            offset_k = cutlass.max(leftpad[batch], 0)
+            seqlen_k = cutlass.max(seqlen_k - offset_k, 0)
         return SeqlenInfo(seqlen_q, seqlen_k, offset_q, offset_k)
+
+    @cute.jit
+    def row_k(self, batch: Int32) -> Int32:
+        """The row of the padded keys, or of the page table, in which a sequence lies."""
+        row = batch
+        if const_expr(self.batch_idx is not None):
+            batch_idx: typing.Any = self.batch_idx
+            row = batch_idx[batch]
+        return row
 
     @cute.jit
     def length_q(self, batch: Int32) -> Int32:

@@ -93,11 +93,14 @@ class ForwardConfigSm90:
                 )
         if spec.is_split and (spec.has_block_mask or not spec.has_lse):
             broken.append("the keys are split: lists of blocks cannot be, and lse is needed")
-        if spec.page_rows % 8 or (spec.page_rows and self.tile_n % spec.page_rows):
-            broken.append(
-                f"rows of a page's load are {spec.page_rows}, expected a multiple of 8 that "
-                f"divides tile_n, {self.tile_n}"
-            )
+        if spec.gathers_keys and self.tile_n > 128:
+            broken.append(f"tile_n is {self.tile_n}, at most 128 where keys are gathered")
+        elif not spec.gathers_keys and spec.page_rows:
+            if spec.page_rows % 8 or self.tile_n % spec.page_rows:
+                broken.append(
+                    f"rows of a page's load are {spec.page_rows}, expected 1, or a multiple of 8 "
+                    f"that divides tile_n, {self.tile_n}"
+                )
         if not 1 <= spec.pack_heads <= self.tile_m // 8:
             broken.append(f"heads a tile are {spec.pack_heads}, at most {self.tile_m // 8}")
         smem = self.smem_bytes(spec)
@@ -115,6 +118,8 @@ class ForwardConfigSm90:
         return broken
 
 
+SMALLEST_TILE_N = 16
+DECODE_ROWS = 64  # of a tile: so few queries take the shape of tile below
 LONG_SEQLEN = 2**30
 SHORT_SEQLEN = 1536  # keys; below it a causal mask hides a large share of a 192-row tile
 
@@ -132,10 +137,19 @@ def default_config(
         return _sparse_config(spec, block_size or (128, 128))
     is_narrow = spec.has_window_left or spec.has_chunk
     config = _window_config(spec) if is_narrow else _dense_config(spec, seqlen_k)
-    if spec.page_rows:  # looking pages up takes the load warp more registers
+    if spec.page_rows:  # looking pages up, and gathering keys, takes the load warp more registers
         roles = {"tile_m": 128, "regs_load": 56, "regs_mma": 224, "waits_late": False}
         config = replace(config, num_stages=min(config.num_stages, 4), **roles)
     return config
+
+
+def decode_config(spec: ForwardSpecialization) -> ForwardConfigSm90:
+    """Few queries and many keys: one consumer warpgroup, and all the rest for keys under way."""
+    config = ForwardConfigSm90(64, 64, num_stages=3, regs_load=56, use_ping_pong=False)
+    if spec.tile_d == 256 or spec.tile_dv == 192:
+        return config
+    tile_n, num_stages = {64: (128, 3), 96: (64, 4), 128: (64, 3), 192: (64, 2)}[spec.tile_d]
+    return replace(config, tile_n=tile_n, num_stages=num_stages, ctas_per_sm=2, regs_mma=200)
 
 
 def _dense_config(spec: ForwardSpecialization, seqlen_k: int) -> ForwardConfigSm90:

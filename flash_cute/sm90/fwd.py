@@ -44,6 +44,7 @@ from flash_cute.device.tile_scheduler import Tile
 from flash_cute.errors import InvalidProblem
 from flash_cute.features import Feature
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
+from flash_cute.sm90.gather import GatherWarps
 from flash_cute.sm90.load import LoadWarp
 from flash_cute.sm90.params import ForwardParams, LaunchDescription
 from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
@@ -132,7 +133,8 @@ class FlashAttentionForwardSm90:
             tile_n=config.tile_n,
         )
         self.exchange = Exchange(spec, config, self.dtype)
-        self.load_warp = LoadWarp(self.exchange, self.mask)
+        self.num_load_warps = WARPS_PER_WARPGROUP if spec.gathers_keys else 1
+        self.loader = (GatherWarps if spec.gathers_keys else LoadWarp)(self.exchange, self.mask)
 
     # ---------------------------------------------------------------- host
 
@@ -170,8 +172,8 @@ class FlashAttentionForwardSm90:
         smem = self.exchange.tensors(p, storage)
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.regs_load)
-            if warp == 0:
-                self.load_warp.run(p, smem, pipes)
+            if warp < self.num_load_warps:
+                self.loader.run(p, smem, pipes)
         else:
             cute.arch.setmaxregister_increase(self.config.regs_mma)
             self.mma(p, smem, pipes)
@@ -276,8 +278,8 @@ class FlashAttentionForwardSm90:
         blocks = self.mask.block_range(first_row, tile_m, said.seqlen, p.bounds)
         is_empty = cutlass.Boolean(False)
         if const_expr(self.spec.is_split):
-            num_splits = p.scheduler.num_splits
-            blocks, is_empty = self.mask.split_range(blocks, said.tile.split, num_splits)
+            part = (said.tile.split, said.tile.num_splits, p.split_blocks)
+            blocks, is_empty = self.mask.split_range(blocks, *part)
         return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full, is_empty)
 
     @cute.jit

@@ -24,8 +24,8 @@ class Keys(typing.NamedTuple):
     k: typing.Any
     v: typing.Any
     head: Int32
-    batch: Int32
-    seqlen_k: Int32
+    row: Int32  # of the padded keys, or of the page table
+    seqlen: SeqlenInfo
 
 
 class LoadWarp:
@@ -97,30 +97,40 @@ class LoadWarp:
         """Load Q and all K and V of a tile; returns the advanced states and the next tile."""
         q_state, k_state, v_state = states
         keys = self.find_keys(p, smem, tile, seqlen)
-        # V of a block follows K of the next: the consumers ask for them in this order.
+        # V of a block follows K of the next: the consumers ask for them in this order. Pages are
+        # looked up a block ahead.
         if const_expr(self.spec.has_block_mask):
             (num_partial, num_full), rows, place = lists
             n_block = place.n_block
-            k_state = self.load_listed(p, smem, pipes, k_state, keys, n_block)
+            page = self.page_of(p, keys, n_block)
+            k_state = self.load_listed(p, smem, pipes, k_state, keys, n_block, page)
             q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)
             for i in cutlass.range(1, num_partial + num_full, unroll=1):
                 place = p.blocks.advance(place, i, num_partial, rows)
-                k_state = self.load_listed(p, smem, pipes, k_state, keys, place.n_block)
-                v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block)
-                n_block = place.n_block
+                next_page = self.page_of(p, keys, place.n_block)
+                listed = (keys, place.n_block, next_page)
+                k_state = self.load_listed(p, smem, pipes, k_state, *listed)
+                v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block, page)
+                n_block, page = place.n_block, next_page
         else:
             tile_m = p.packing.positions
             blocks = self.mask.block_range(tile.m_block * tile_m, tile_m, seqlen, p.bounds)
             if const_expr(self.spec.is_split):
-                blocks, _ = self.mask.split_range(blocks, tile.split, p.scheduler.num_splits)
+                part = (tile.split, tile.num_splits, p.split_blocks)
+                blocks, _ = self.mask.split_range(blocks, *part)
             last, n_block = blocks.end - 1, blocks.begin
-            k_state = self.load_block(p, p.k, pipes.k, k_state, keys, keys.k, last)
+            page, next_page = self.page_of(p, keys, last), self.page_of(p, keys, last - 1)
+            k_state = self.load_block(p, p.k, pipes.k, k_state, keys, keys.k, last, page)
             q_state = self.load_queries(p, smem, pipes, q_state, tile, seqlen)
             for i in cutlass.range(last - n_block, unroll=1):
-                k_state = self.load_block(p, p.k, pipes.k, k_state, keys, keys.k, last - i - 1)
-                v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, last - i)
+                block = last - i
+                below = (keys, keys.k, block - 1, next_page)
+                k_state = self.load_block(p, p.k, pipes.k, k_state, *below)
+                after_next = self.page_of(p, keys, block - 2)
+                v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, block, page)
+                page, next_page = next_page, after_next
         next_tile = self.fetch_tile(p)  # its latency passes while a stage gets free
-        v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block)
+        v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block, page)
         return q_state, k_state, v_state, next_tile
 
     @cute.jit
@@ -141,13 +151,21 @@ class LoadWarp:
     def find_keys(self, p: ForwardParams, smem: SharedTensors, tile: Tile, seqlen) -> Keys:
         """Where the keys and values of a tile are; those of pages are found block by block."""
         head = p.packing.kv_head(tile)
+        row = 0 if self.spec.is_packed_k else p.sequences.row_k(tile.batch)
         if self.spec.page_rows:
-            return Keys(smem.sK, smem.sV, head, tile.batch, seqlen.seqlen_k)
-        batch = 0 if self.spec.is_packed_k else tile.batch
-        origin = (seqlen.offset_k, head, batch)
+            return Keys(smem.sK, smem.sV, head, row, seqlen)
+        origin = (seqlen.offset_k, head, row)
         k = self.partition_tma(p.k, smem.sK, origin)
         v = self.partition_tma(p.v, smem.sV, origin)
-        return Keys(k, v, head, tile.batch, seqlen.seqlen_k)
+        return Keys(k, v, head, row, seqlen)
+
+    def page_of(self, p: ForwardParams, keys: Keys, block: Int32):
+        """The page of each piece of a block, a piece for each lane; 0 where keys are not paged."""
+        if not self.spec.page_rows:
+            return Int32(0)
+        first_key = block * self.config.tile_n
+        lane = cute.arch.lane_idx()
+        return p.pages.page_of(keys.row, first_key, keys.seqlen.seqlen_k, lane)
 
     def part_of(self, smem, first_row: int, operand: TmaOperand):
         """The part of a tile that one copy fills, from first_row on."""
@@ -181,14 +199,16 @@ class LoadWarp:
         keys: Keys,
         place,
         block: Int32,
+        page: Int32,
     ):
-        """Wait for a free stage, start filling it with `block`; returns the advanced state."""
-        page, first_key = Int32(0), block * self.config.tile_n
-        if const_expr(self.spec.page_rows > 0):
-            lane = cute.arch.lane_idx()
-            page = p.pages.page_of(keys.batch, first_key, keys.seqlen_k, lane)
+        """Wait for a free stage, start filling it with `block`; returns the advanced state.
+
+        Args:
+            page: of the block, as `page_of`.
+        """
         pipe.producer_acquire(state)
         if const_expr(self.spec.page_rows > 0):
+            first_key = block * self.config.tile_n
             for i in cutlass.range_constexpr(self.config.tile_n // self.spec.page_rows):
                 origin = (0, keys.head, cute.arch.shuffle_sync(page, i))
                 smem = self.part_of(place, i * self.spec.page_rows, operand)
@@ -202,10 +222,12 @@ class LoadWarp:
         return state
 
     @cute.jit
-    def load_listed(self, p: ForwardParams, smem, pipes: Pipes, state, keys: Keys, block: Int32):
+    def load_listed(
+        self, p: ForwardParams, smem, pipes: Pipes, state, keys: Keys, block: Int32, page: Int32
+    ):
         """`load_block` of K that also tells the consumers, through the stage, which block it is."""
         pipes.k.sync_object_empty.wait(state.index, state.phase)
         if cute.arch.lane_idx() == 0:
             smem.blocks[state.index] = block
         cute.arch.sync_warp()  # before the arrival that lets the consumers read it
-        return self.load_block(p, p.k, pipes.k, state, keys, keys.k, block)
+        return self.load_block(p, p.k, pipes.k, state, keys, keys.k, block, page)

@@ -50,12 +50,15 @@ class ForwardParams:
     q: TmaOperand
     k: TmaOperand
     v: TmaOperand
+    mK: cute.Tensor  # (page_size, head_dim, num_heads_kv, pages) where keys are gathered, else None
+    mV: cute.Tensor
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
     mSink: cute.Tensor  # (num_heads_q,)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     scheduler: TileScheduler
+    split_blocks: Int32
     sequences: SequenceTable
     bounds: MaskBounds
     head_dim_v: Int32
@@ -125,7 +128,7 @@ class LaunchDescription:
         sequences = self.sequence_table(args)
         captured, more = self.captured(more)
         positions = config.positions(spec)
-        page_rows = spec.page_rows or tile_n
+        page_rows = tile_n if spec.gathers_keys else spec.page_rows or tile_n
         group = args.num_heads_q // args.num_heads_kv
         packs = (group + spec.pack_heads - 1) // spec.pack_heads
         packing = HeadPacking(group, packs, spec.pack_heads, positions)
@@ -133,6 +136,8 @@ class LaunchDescription:
             q=self.tma_operand(mQ, (config.tile_m, spec.tile_d, 1), positions),
             k=self.tma_operand(mK, (tile_n, spec.tile_d, stages), page_rows),
             v=self.tma_operand(mV, (tile_n, spec.tile_dv, stages), page_rows),
+            mK=mK if spec.gathers_keys else None,
+            mV=mV if spec.gathers_keys else None,
             mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
             mLSE=mLSE,
             mSink=mSink,
@@ -140,16 +145,18 @@ class LaunchDescription:
             mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
             scheduler=TileScheduler(
                 num_m_blocks=(args.rows_q + positions - 1) // positions,
-                num_heads=args.num_heads_kv * packing.packs * args.num_splits,
+                num_heads=args.num_heads_kv * packing.packs,
                 num_splits=args.num_splits,
+                split_counts=self.split_counts(args),
                 section=args.section,
                 num_ctas=args.num_ctas,
                 counter=args.tile_counter,
                 sequences=sequences,
                 tile_m=positions,
-                is_packed=spec.is_packed_q,
+                is_even=not (spec.is_packed_q or spec.has_split_counts),
                 is_split=spec.is_split,
             ),
+            split_blocks=args.split_blocks,
             sequences=sequences,
             bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
             head_dim_v=args.head_dim_v,
@@ -190,7 +197,15 @@ class LaunchDescription:
             cu_seqlens_k=table(args.cu_seqlens_k, args.batch + 1, spec.is_packed_k),
             seqused_q=table(args.seqused_q, args.batch, spec.has_seqused_q),
             seqused_k=table(args.seqused_k, args.batch, spec.has_seqused_k),
+            batch_idx=table(args.batch_idx, args.batch, spec.has_batch_idx),
+            leftpad=table(args.leftpad, args.batch, spec.has_leftpad),
         )
+
+    def split_counts(self, args: ForwardArguments) -> typing.Any:
+        """Into how many parts the keys of each sequence are split."""
+        if not self.spec.has_split_counts:
+            return None
+        return cute.make_tensor(args.split_counts, cute.make_layout(args.batch))
 
     def page_table(self, args: ForwardArguments) -> typing.Any:
         """Where the pages of each sequence are."""
@@ -198,7 +213,7 @@ class LaunchDescription:
             return None
         layout = cute.make_layout((args.batch, args.max_pages), stride=(args.page_table_stride, 1))
         table = cute.make_tensor(args.page_table, layout)
-        return PageTable(table, args.rows_k, args.num_pages, self.spec.page_rows)
+        return PageTable(table, args.rows_k, args.batch_k, self.spec.page_rows)
 
     def view(self, args: ForwardArguments, name: str, rows, heads, dim) -> cute.Tensor:
         """(rows, dim, heads, batch) view of an argument; a packed one is a single sequence."""
@@ -208,8 +223,8 @@ class LaunchDescription:
         )
         is_packed = self.spec.is_packed_q if name in ("q", "out") else self.spec.is_packed_k
         batch = 1 if is_packed else args.batch
-        if self.spec.page_rows and name in ("k", "v"):
-            batch = args.num_pages
+        if name in ("k", "v") and not is_packed:
+            batch = args.batch_k
         if self.spec.is_split and name == "out":
             batch = batch * args.num_splits
         layout = cute.make_layout(

@@ -14,13 +14,15 @@ from cutlass import Int32, Int64, const_expr, pipeline
 
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Tile
-from flash_cute.sm90.config import ForwardConfigSm90
+from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.sm90.params import ForwardParams
 from flash_cute.specialization import ForwardSpecialization
 
 WARPS_PER_WARPGROUP = 4
+GATHER_FOLLOWERS = THREADS_PER_WARPGROUP - 32  # threads that gather keys beside the load warp
 TILE_STAGES = 2
 TILE_FIELDS = 8  # 32-bit words of a tile announcement: coordinates, lengths, a split
+SPLIT_BITS = 16  # of a part's number; the number of parts is above
 SPARSE_TILE_FIELDS = 12  # and the counts of a block mask
 
 
@@ -28,8 +30,8 @@ class Pipes(NamedTuple):
     """The four pipelines between the load warp and the consumers."""
 
     q: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync | pipeline.PipelineAsync
+    v: pipeline.PipelineTmaAsync | pipeline.PipelineAsync
     tile: pipeline.PipelineAsync
 
 
@@ -97,6 +99,9 @@ class Exchange:
         one = pipeline.CooperativeGroup(thread, 1)
         mma_warps = pipeline.CooperativeGroup(thread, num_mma_warps)
         mma_threads = pipeline.CooperativeGroup(thread, 32 * num_mma_warps)
+        readers = mma_threads  # of tile announcements
+        if spec.gathers_keys:
+            readers = pipeline.CooperativeGroup(thread, 32 * num_mma_warps + GATHER_FOLLOWERS)
         element_bytes = self.dtype.width // 8
 
         def tma(barriers, stages, rows, dim):
@@ -109,15 +114,26 @@ class Exchange:
                 defer_sync=True,
             )
 
+        def keys(barriers, dim):
+            if not spec.gathers_keys:
+                return tma(barriers, config.num_stages, config.tile_n, dim)
+            return pipeline.PipelineAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=config.num_stages,
+                producer_group=pipeline.CooperativeGroup(thread, THREADS_PER_WARPGROUP),
+                consumer_group=mma_threads,
+                defer_sync=True,
+            )
+
         return Pipes(
             tma(storage.q_barriers, 1, config.rows_used(spec), spec.tile_d),
-            tma(storage.k_barriers, config.num_stages, config.tile_n, spec.tile_d),
-            tma(storage.v_barriers, config.num_stages, config.tile_n, spec.tile_dv),
+            keys(storage.k_barriers, spec.tile_d),
+            keys(storage.v_barriers, spec.tile_dv),
             pipeline.PipelineAsync.create(
                 barrier_storage=storage.tile_barriers.data_ptr(),
                 num_stages=TILE_STAGES,
                 producer_group=one,
-                consumer_group=mma_threads,
+                consumer_group=readers,
                 defer_sync=True,
             ),
         )
@@ -132,7 +148,7 @@ class Exchange:
             fields += (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.offset_q, seqlen.offset_k)
             fields += tuple(counts)
             if const_expr(self.spec.is_split):
-                fields += (tile.split,)
+                fields += (tile.split | tile.num_splits << SPLIT_BITS,)
             for i in cutlass.range_constexpr(len(fields)):
                 slot[i] = fields[i]
             pipes.tile.producer_commit(state)
@@ -142,8 +158,12 @@ class Exchange:
     @cute.jit
     def receive(self, smem: SharedTensors, slot: Int32) -> Announcement:
         """What `announce` wrote into a slot of the ring."""
-        split = smem.tiles[7, slot] if self.spec.is_split else Int32(0)
-        tile = Tile(smem.tiles[0, slot], smem.tiles[1, slot], smem.tiles[2, slot], split)
+        split, num_splits = Int32(0), Int32(1)
+        if const_expr(self.spec.is_split):
+            both = smem.tiles[7, slot]
+            split, num_splits = both & (1 << SPLIT_BITS) - 1, both >> SPLIT_BITS
+        coordinates = [smem.tiles[i, slot] for i in range(3)]
+        tile = Tile(*coordinates, split, num_splits)
         seqlen = SeqlenInfo(*[smem.tiles[i, slot] for i in range(3, 7)])
         num_partial, num_full = Int32(0), Int32(0)
         if const_expr(self.spec.has_block_mask):

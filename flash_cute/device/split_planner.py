@@ -1,0 +1,174 @@
+"""Counts into how many parts the keys of each sequence are split, from lengths on the device.
+
+A part is a run of key blocks. All parts are of at most one size: the given one, or the smallest for
+which all tiles run at the same time. Where there are more tiles than slots even without splitting,
+the size is what each slot has to do on average: only sequences longer than that are split.
+
+One CTA. A thread looks at every THREADS-th sequence, again for each size that is tried: a dozen
+times, of numbers that are in L1 by then.
+"""
+
+import typing
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from flash_cute.arguments import SplitPlannerArguments
+from flash_cute.device.seqlen import SequenceTable
+
+THREADS = 256
+WARP = 32
+
+
+@dataclass(frozen=True)
+class PlannerParams:
+    """What the kernel gets; the numbers are those of split_plan.SplitPlan."""
+
+    sequences: SequenceTable
+    counts: cute.Tensor  # (batch,) int32
+    positions: Int32
+    tile_n: Int32
+    heads: Int32
+    visible_blocks: Int32
+    slots: Int32
+    least_blocks: Int32
+    split_blocks: Int32
+    most: Int32
+
+
+class SplitPlanner:
+    """See the module docstring; the flags say which lengths there are."""
+
+    smem_bytes = 0  # dynamic; a few words are static
+
+    def __init__(self, lengths: frozenset[str]):
+        self.lengths = lengths
+        self.name = "_".join(["flash_split_planner", *sorted(lengths)])
+
+    # ---------------------------------------------------------------- host
+
+    def compile_args(self) -> tuple:
+        """Arguments that stand for the real ones while compiling."""
+        null = cute.runtime.nullptr(Int32, cute.AddressSpace.gmem, 4)
+        stand_in = {
+            "address": lambda: null,
+            "int32": lambda: Int32(1),
+            "stream": cute.runtime.make_fake_stream,
+        }
+        hints = typing.get_type_hints(SplitPlannerArguments, include_extras=True)
+        return tuple(stand_in[hint.__metadata__[0]]() for hint in hints.values())
+
+    @cute.jit
+    def __call__(self, *launch_args):
+        """Host side: from flat SplitPlannerArguments to the launch."""
+        args = SplitPlannerArguments(*launch_args)
+        params = PlannerParams(
+            sequences=SequenceTable(
+                batch=args.batch,
+                seqlen_q=args.rows_q,
+                seqlen_k=args.rows_k,
+                cu_seqlens_q=self.table(args, "cu_seqlens_q", args.batch + 1),
+                cu_seqlens_k=self.table(args, "cu_seqlens_k", args.batch + 1),
+                seqused_q=self.table(args, "seqused_q", args.batch),
+                seqused_k=self.table(args, "seqused_k", args.batch),
+                batch_idx=None,
+                leftpad=self.table(args, "leftpad", args.batch),
+            ),
+            counts=cute.make_tensor(args.counts, cute.make_layout(args.batch)),
+            positions=args.positions,
+            tile_n=args.tile_n,
+            heads=args.heads,
+            visible_blocks=args.visible_blocks,
+            slots=args.slots,
+            least_blocks=args.least_blocks,
+            split_blocks=args.split_blocks,
+            most=args.most,
+        )
+        self.kernel(params).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=args.stream)
+
+    def table(self, args: SplitPlannerArguments, name: str, size: Int32):
+        """A table of lengths; None for one that there is none of."""
+        address = getattr(args, name)
+        return cute.make_tensor(address, cute.make_layout(size)) if name in self.lengths else None
+
+    # ---------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(self, p: PlannerParams):
+        """One CTA."""
+        thread, _, _ = cute.arch.thread_idx()
+        words = SmemAllocator().allocate_tensor(Float32, cute.make_layout(THREADS // WARP), 16)
+        size = p.split_blocks
+        if size <= 0:
+            size = self.best_size(p, words, thread)
+        for batch in cutlass.range(thread, p.sequences.batch, THREADS, unroll=1):
+            _, blocks = self.work_of(p, batch)
+            count = (blocks + size - 1) // size
+            p.counts[batch] = cutlass.max(cutlass.min(count, p.most), 1)
+
+    @cute.jit
+    def work_of(self, p: PlannerParams, batch: Int32):
+        """(tiles of a sequence without splits, blocks of keys of one)."""
+        seqlen = p.sequences.of(batch)
+        tiles = (seqlen.seqlen_q + p.positions - 1) // p.positions * p.heads
+        blocks = (seqlen.seqlen_k + p.tile_n - 1) // p.tile_n
+        return tiles, cutlass.max(cutlass.min(blocks, p.visible_blocks), 1)
+
+    @cute.jit
+    def best_size(self, p: PlannerParams, words: cute.Tensor, thread: Int32) -> Int32:
+        """Blocks of a part; tiles and blocks are counted in float32, as they are many."""
+        num_tiles, num_blocks, longest = Float32(0.0), Float32(0.0), Float32(1.0)
+        for batch in cutlass.range(thread, p.sequences.batch, THREADS, unroll=1):
+            tiles, blocks = self.work_of(p, batch)
+            num_tiles += Float32(tiles)
+            num_blocks += Float32(tiles) * Float32(blocks)
+            longest = cute.arch.fmax(longest, Float32(blocks))
+        num_tiles = self.over_all(words, thread, num_tiles, False)
+        num_blocks = self.over_all(words, thread, num_blocks, False)
+        longest = self.over_all(words, thread, longest, True)
+        slots = Float32(p.slots)
+        share = cute.arch.fmin(num_blocks / slots, longest)
+        low = cutlass.max(Int32(share), p.least_blocks)
+        high = cutlass.max(Int32(longest), low)
+        if num_tiles >= slots:
+            high = low
+        while low < high:
+            size = (low + high) // 2
+            if self.tiles_with(p, words, thread, size) <= slots:
+                high = size
+            else:
+                low = size + 1
+        return low
+
+    @cute.jit
+    def tiles_with(self, p: PlannerParams, words: cute.Tensor, thread: Int32, size: Int32):
+        """Tiles that there are with parts of that size."""
+        num_tiles = Float32(0.0)
+        for batch in cutlass.range(thread, p.sequences.batch, THREADS, unroll=1):
+            tiles, blocks = self.work_of(p, batch)
+            num_tiles += Float32(tiles) * Float32((blocks + size - 1) // size)
+        return self.over_all(words, thread, num_tiles, False)
+
+    @cute.jit
+    def over_all(
+        self, words: cute.Tensor, thread: Int32, value: Float32, is_max: cutlass.Constexpr[bool]
+    ) -> Float32:
+        """The sum or the maximum over all threads, for all threads."""
+        for offset in (16, 8, 4, 2, 1):
+            other = cute.arch.shuffle_sync_bfly(value, offset=offset)
+            value = self.joined(value, other, is_max)
+        if thread % WARP == 0:
+            words[thread // WARP] = value
+        cute.arch.sync_threads()
+        result = words[0]
+        for warp in cutlass.range_constexpr(1, THREADS // WARP):
+            result = self.joined(result, words[warp], is_max)
+        cute.arch.sync_threads()  # before the next value is written
+        return result
+
+    def joined(self, a: Float32, b: Float32, is_max: bool) -> Float32:
+        """The sum or the maximum of two."""
+        return cute.arch.fmax(a, b) if const_expr(is_max) else a + b

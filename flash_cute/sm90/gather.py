@@ -1,0 +1,155 @@
+"""Keys and values gathered one by one: the load warpgroup where no TMA fits the pages.
+
+All four warps gather. Warp 0 leads: it also finds and announces tiles and loads the queries, as
+LoadWarp does; the others follow its announcements. Each warp owns a quarter of the rows of a block;
+a lane looks up the place of one of them, and all copy 16 bytes at a time with cp.async.
+
+No barrier knows when such copies land. A thread therefore arrives at a stage's barrier when its own
+copies have landed and are visible to the tensor cores (fence), which it looks after `LAG` blocks
+later; until then it goes on issuing. No deadlock: K and V alternate and their rings have two stages
+at least, so that a stage gets free without any of the `LAG` newest blocks.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, pipeline
+
+from flash_cute.device.paged_kv import unpack_place
+from flash_cute.device.primitives import arrive_if, copy_or_zero
+from flash_cute.device.tile_scheduler import Tile
+from flash_cute.sm90.load import Keys, LoadWarp
+from flash_cute.sm90.params import ForwardParams
+from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Pipes, SharedTensors
+
+LAG = 2
+ELEMENTS = 8  # of a copy
+BYTES = 2  # of an element
+RING_BYTES = 2**18  # at most
+LANES = 32
+
+
+class GatheringWarp(LoadWarp):
+    """What the leader and the followers share.
+
+    A thread keeps the barriers of its `LAG` newest blocks in `pending`, the oldest first.
+    """
+
+    def start(self):
+        """Nothing is under way yet."""
+        self.pending = cute.make_rmem_tensor(LAG, Int32)
+        self.pending.fill(0)
+
+    @cute.jit
+    def finish(self):
+        """Wait for all that is under way."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        for i in cutlass.range_constexpr(LAG):
+            arrive_if(self.pending[i])
+
+    def find_keys(self, p: ForwardParams, smem: SharedTensors, tile: Tile, seqlen) -> Keys:
+        """Where the pages of a tile are."""
+        k, v = (smem.sK, p.k.layout, p.mK), (smem.sV, p.v.layout, p.mV)
+        head, row = p.packing.kv_head(tile), p.sequences.row_k(tile.batch)
+        return Keys(k, v, head, row, seqlen)
+
+    def page_of(self, p: ForwardParams, keys: Keys, block: Int32) -> Int64:
+        """The place of one row of a block: each lane has one of those of its warp."""
+        rows = self.config.tile_n // WARPS_PER_WARPGROUP
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        key = block * self.config.tile_n + warp * rows + cutlass.min(lane, rows - 1)
+        return p.pages.place_of(keys.row, key, keys.seqlen)
+
+    @cute.jit
+    def load_block(self, p: ForwardParams, operand, pipe, state, keys, place, block, page: Int64):
+        """Wait for a free stage, start filling it; returns the advanced state."""
+        ring, layout, mX = place
+        pipe.producer_acquire(state)
+        rows = self.config.tile_n // WARPS_PER_WARPGROUP
+        runs = cute.size(ring, mode=[1]) // ELEMENTS
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        base = ring.iterator.toint()
+        swizzled = cute.make_composed_layout(layout.inner, 0, cute.make_layout(RING_BYTES))
+        page_of_lane, position_of_lane = unpack_place(page)
+        for i in cutlass.range((rows * runs + LANES - 1) // LANES, unroll=4):
+            index = i * LANES + lane
+            row = cutlass.min(index // runs, rows - 1)
+            col = (index - index // runs * runs) * ELEMENTS
+            page_idx = cute.arch.shuffle_sync(page_of_lane, row)
+            position = cute.arch.shuffle_sync(position_of_lane, row)
+            place_in_ring = cute.crd2idx((warp * rows + row, col, state.index), layout.outer)
+            slot = base + cute.crd2idx(place_in_ring * BYTES, swizzled)
+            is_there = page_idx >= 0 and col < cute.size(mX, mode=[1])
+            source = cute.domain_offset((position, col, keys.head, page_idx), mX).iterator
+            if index < rows * runs:
+                copy_or_zero(slot, source.toint(), is_there)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(LAG)
+        cute.arch.fence_view_async_shared()
+        arrive_if(self.pending[0])
+        for i in cutlass.range_constexpr(LAG - 1):
+            self.pending[i] = self.pending[i + 1]
+        self.pending[LAG - 1] = pipe.producer_get_barrier(state).toint()
+        state.advance()
+        return state
+
+
+class LeadingWarp(GatheringWarp):
+    """Warp 0."""
+
+    @cute.jit
+    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+        """As LoadWarp."""
+        self.start()
+        LoadWarp.run(self, p, smem, pipes)
+        self.finish()
+
+
+class FollowingWarp(GatheringWarp):
+    """Warps 1 to 3."""
+
+    @cute.jit
+    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+        """All tiles that the leader announces."""
+        self.start()
+        producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+        q_state = pipeline.make_pipeline_state(producer, 1)
+        k_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
+        v_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
+        tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
+        pipes.tile.consumer_wait(tile_state)
+        m_block = smem.tiles[0, tile_state.index]
+        while m_block >= 0:
+            said = self.exchange.receive(smem, tile_state.index)
+            pipes.tile.consumer_release(tile_state)
+            lists = self.open_lists(p, said.tile)
+            q_state, k_state, v_state, _ = self.load_tile(
+                p, smem, pipes, (q_state, k_state, v_state), said.tile, said.seqlen, lists
+            )
+            tile_state.advance()
+            pipes.tile.consumer_wait(tile_state)
+            m_block = smem.tiles[0, tile_state.index]
+        self.finish()
+
+    def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
+        """The leader does."""
+        return state
+
+    def fetch_tile(self, p: ForwardParams) -> Int32:
+        """The leader does."""
+        return Int32(0)
+
+
+class GatherWarps:
+    """All warps of the load warpgroup."""
+
+    def __init__(self, exchange, mask):
+        self.leader, self.follower = LeadingWarp(exchange, mask), FollowingWarp(exchange, mask)
+
+    @cute.jit
+    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+        """All tiles of the CTA."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            self.leader.run(p, smem, pipes)
+        else:
+            self.follower.run(p, smem, pipes)

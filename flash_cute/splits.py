@@ -1,0 +1,143 @@
+"""Into how many parts the keys of a call are split, as far as the host can tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flash_cute.errors import UnsupportedProblem, refuse
+from flash_cute.problem import AttentionProblem
+from flash_cute.specialization import ForwardSpecialization
+from flash_cute.split_plan import SplitPlan
+from flash_cute.target import Target
+
+LEAST_KEYS = 256  # that are worth a part of their own
+WELL_FILLED = 0.8  # of the multiprocessors: then nothing is gained by splitting
+MAX_SPLITS = 256
+WORKSPACE_BYTES = 2**26  # for partial results, where the package chooses the number of parts
+UNBOUNDED = 2**30  # blocks
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The parts of the keys.
+
+    Units: most: parts of a sequence at most, for each of which there is a workspace; blocks: blocks
+           of keys of a part, 0 for parts of equal numbers of blocks
+    """
+
+    most: int = 1
+    blocks: int = 0
+    is_split: bool = False
+    is_counted: bool = False  # each sequence has a number of its own, counted on the device
+
+
+def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target) -> Splits:
+    """Choose the parts of a problem for a kernel that splits keys.
+
+    Where lengths are known to the device alone, it counts the parts. Hints decide nothing.
+    Raises: UnsupportedProblem when a block mask's lists would have to be split; InvalidProblem for
+            parts so small that there are too many.
+    """
+    if p.has_block_mask:
+        _check_unsplit(p)
+        return Splits()
+    if p.split_size:
+        return _of_fixed_size(p, config.tile_n)
+    if p.num_splits > 0:
+        if p.has_scheduler_metadata:
+            return Splits(p.num_splits, is_split=True, is_counted=True)
+        return Splits(p.num_splits, is_split=p.num_splits > 1)
+    least = -(-LEAST_KEYS // config.tile_n)
+    blocks, slots = -(-p.capacity // config.tile_n), target.num_sms * config.ctas_per_sm
+    packs = heads_of(p, spec)
+    tiles = packs * p.batch * -(-p.queries // config.positions(spec))
+    is_full = tiles >= WELL_FILLED * slots
+    if not p.has_scheduler_metadata and blocks <= least:
+        return Splits()
+    if not (p.has_ragged_lengths or p.has_scheduler_metadata):
+        count = min(slots // max(tiles, 1), blocks // least, MAX_SPLITS)
+        return Splits() if is_full or count <= 1 else Splits(count, is_split=True)
+    # A sequence longer than the others is split also where the tiles fill everything.
+    is_decode = p.queries <= config.positions(spec)
+    if is_full and not is_decode and not p.has_scheduler_metadata:
+        return Splits()
+    affordable = WORKSPACE_BYTES // max(1, _part_bytes(p))
+    most = min(-(-blocks // least), -(-2 * slots // packs), affordable, MAX_SPLITS)
+    if most <= 1 and not p.has_scheduler_metadata:
+        return Splits()
+    return Splits(max(most, 1), is_split=True, is_counted=True)
+
+
+def _of_fixed_size(p: AttentionProblem, tile_n: int) -> Splits:
+    """Parts of so many keys, whatever else there is in the batch."""
+    size = max(1, p.split_size // tile_n)
+    most = max(1, -(-p.capacity // (size * tile_n)))
+    if most > MAX_SPLITS:
+        least = -(-p.capacity // (MAX_SPLITS * tile_n)) * tile_n
+        why = f"{p.capacity} keys may come to {MAX_SPLITS} parts"
+        refuse("split_size", p.split_size, f"at least {least}", why)
+    return Splits(most, size, is_split=True, is_counted=p.has_ragged_lengths)
+
+
+def _check_unsplit(p: AttentionProblem) -> None:
+    given = {
+        f"num_splits is {p.num_splits}": p.num_splits > 1,
+        f"split_size is {p.split_size}": p.split_size > 0,
+        "scheduler_metadata is given": p.has_scheduler_metadata,
+    }
+    for what, is_given in given.items():
+        if is_given:
+            raise UnsupportedProblem(
+                f"{what} with a block mask, expected no split: lists of blocks are not split"
+            )
+
+
+def _part_bytes(p: AttentionProblem) -> int:
+    """Float32 results and their log-sum-exp of one part of all keys."""
+    return 4 * p.batch * p.queries * p.num_heads_q * (p.head_dim_v + 1)
+
+
+def workspace_bytes(
+    p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target
+) -> int:
+    """Memory for the partial results of a problem whose keys are split, and for their counts."""
+    splits = choose(p, spec, config, target)
+    return splits.most * _part_bytes(p) + 4 * p.batch * splits.is_counted
+
+
+def heads_of(p: AttentionProblem, spec: ForwardSpecialization) -> int:
+    """Tiles of each block of queries."""
+    return p.num_heads_kv * -(-p.group // spec.pack_heads)
+
+
+def split_plan(
+    p: AttentionProblem,
+    spec: ForwardSpecialization,
+    config: Any,
+    target: Target,
+    splits: Splits,
+) -> SplitPlan:
+    """What the device counts the parts of a problem from."""
+    positions = config.positions(spec)
+    return SplitPlan(
+        batch=p.batch,
+        mean_q=p.queries,
+        positions=positions,
+        tile_n=config.tile_n,
+        heads=heads_of(p, spec),
+        visible_blocks=_visible_blocks(p, positions, config.tile_n),
+        slots=target.num_sms * config.ctas_per_sm,
+        split_blocks=splits.blocks,
+        most=splits.most,
+    )
+
+
+def _visible_blocks(p: AttentionProblem, positions: int, tile_n: int) -> int:
+    """Blocks of keys that the queries of a tile see at most."""
+    blocks, left, right = UNBOUNDED, p.visible_left, p.visible_right
+    if left is not None and right is not None:
+        blocks = -(-max(left + right + positions, 0) // tile_n) + 1
+    if p.attention_chunk:
+        blocks = min(blocks, -(-(positions + 2 * p.attention_chunk) // tile_n) + 1)
+    return min(max(blocks, 1), UNBOUNDED)
