@@ -1,4 +1,4 @@
-"""Command line: ``python -m bench fwd|host|compile|variants|tune``; -h after one explains it."""
+"""Command line: ``python -m bench fwd|host|compile|variants|tune|decode``; -h explains one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from . import compile, fwd, host, peers, shapes, timing, tune, variants
+from . import compile, decode, fwd, host, peers, shapes, timing, tune, variants
 
 DEFAULT_OUT = Path(".bench")
 Built = TypeVar("Built")
@@ -43,7 +43,12 @@ def parser() -> argparse.ArgumentParser:
     five.add_argument("--rounds", type=positive, help="samples of each contestant (11)")
     five.add_argument("--only", help="cells to measure, e.g. d=128,causal,seqlen=4k")
     five.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
-    for command in (one, two, three, four, five):
+    six = commands.add_parser("decode", help="decoding over dense and paged caches")
+    six.add_argument("--rounds", type=positive, help=f"samples of each ({decode.PLAN.rounds})")
+    six.add_argument("--only", help="caches to measure, e.g. batch=8,keys=32k,hkv=4")
+    six.add_argument("--peers", help="some of fa4,sdpa, or none (all)")
+    six.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
+    for command in (one, two, three, four, five, six):
         command.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder (.bench)")
     return top
 
@@ -102,6 +107,14 @@ def tune_options(arguments: argparse.Namespace) -> tune.Options:
     return tune.Options(cells, plan, arguments.out, arguments.seed)
 
 
+def decode_options(arguments: argparse.Namespace) -> decode.Options:
+    """The options of `bench decode`. Raises: ValueError for a filter that means nothing."""
+    grid = shapes.select_steps(shapes.decode_grid(), arguments.only)
+    plan = with_rounds(decode.PLAN, arguments.rounds)
+    chosen = decode.choose(arguments.peers)
+    return decode.Options(grid, chosen, plan, arguments.out, arguments.seed)
+
+
 def main(argv: list[str] | None = None) -> int:
     top = parser()
     arguments = top.parse_args(argv)
@@ -111,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         return fwd.run(options_of(fwd_options, arguments, top))
     if arguments.command == "variants":
         return variants.run(options_of(variants_options, arguments, top))
+    if arguments.command == "decode":
+        return decode.run(options_of(decode_options, arguments, top))
     if arguments.command == "tune":
         return tune.run(options_of(tune_options, arguments, top))
     return compile.run(options_of(compile_options, arguments, top))

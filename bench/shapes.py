@@ -120,6 +120,76 @@ DENSITIES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)  # of random block masks
 MASK_BLOCK = 128
 
 
+# `bench decode`: (batch, keys of each sequence), (query, key/value heads), keys of a page, and the
+# queries of a step that checks guesses.
+DECODE_SIZES = ((1, 8192), (1, 131072), (8, 8192), (8, 32768), (64, 4096), (128, 8192))
+DECODE_HEADS = ((32, 8), (32, 4))
+DECODE_HEAD_DIM = 128
+DECODE_PAGES = (16, 64, 128)
+GUESSES = (4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Step(Shape):
+    """A step of decoding: few queries of each sequence, which has `seqlen_k` keys in a cache.
+
+    page_size: the cache is paged; None where it is dense
+    """
+
+    page_size: int | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of K and V, each of which is read once."""
+        dims = self.head_dim + self.head_dim_v
+        keys = self.batch * self.seqlen_k * self.num_heads_kv
+        return keys * dims * DTYPE_BYTES[self.dtype]
+
+    @property
+    def title(self) -> str:
+        """``8 x 32k, 32/4 heads``."""
+        heads = f"{self.num_heads_q}/{self.num_heads_kv} heads"
+        return f"{self.batch} x {self.seqlen_k // 1024}k, {heads}"
+
+
+def decode_grid() -> list[Step]:
+    """The sizes of `bench decode`, each with one query and a dense cache, bf16."""
+    dims = (DECODE_HEAD_DIM, DECODE_HEAD_DIM)
+    return [
+        Step(batch, 1, keys, *heads, *dims, False)
+        for batch, keys in DECODE_SIZES
+        for heads in DECODE_HEADS
+    ]
+
+
+def select_steps(steps: Sequence[Step], only: str | None) -> list[Step]:
+    """The steps that match a filter such as ``batch=8,keys=32k,hkv=4``, as of `select`.
+
+    Raises: ValueError for a term that is not understood, or when nothing is left.
+    """
+    if not only:
+        return list(steps)
+    wanted: dict[str, set[int]] = {"batch": set(), "keys": set(), "hkv": set()}
+    for term in (t.strip() for t in only.split(",")):
+        key, _, value = term.partition("=")
+        if key not in wanted or not value.lower().removesuffix("k").isdigit():
+            raise ValueError(f"--only has the term {term!r}, expected batch=N, keys=N, hkv=N")
+        wanted[key].add(parse_seqlen(value))
+    chosen = [
+        step
+        for step in steps
+        if all(
+            not values or found in values
+            for values, found in zip(
+                wanted.values(), (step.batch, step.seqlen_k, step.num_heads_kv), strict=True
+            )
+        )
+    ]
+    if not chosen:
+        raise ValueError(f"--only {only} leaves no step of the grid")
+    return chosen
+
+
 def host_shape() -> Shape:
     """The shape of `bench host`: so little device work that the host's time is what is seen."""
     return square(128, 1, 1, (128, 128), False)

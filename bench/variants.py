@@ -20,8 +20,7 @@ import torch
 from . import builders, fwd, machine, peers, report, timing, works
 from .peers import Peer
 from .report import Result, say
-from .shapes import DENSITIES, VARIANT_SEQLEN, VARLEN_LENGTHS
-from .works import Work
+from .shapes import DENSITIES, VARIANT_SEQLEN, VARLEN_LENGTHS, Shape
 
 OURS, FA4, FLEX = works.OurVariant(), works.Fa4Variant(), works.FlexVariant()
 PASS, FAIL, REFUSED, UNMEASURED = "pass", "FAIL", "refused", "not measured"
@@ -33,7 +32,7 @@ class Entry:
 
     name: str
     peer: Peer
-    work: Work
+    work: Shape
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class Line:
     """A claim: our speed over that of `base` is at least the aim.
 
     is_share: the claim is instead that our time over that of `base` is at most the aim
+    work:     how much one of our calls does for each that one of `base` does
     """
 
     name: str
@@ -48,6 +48,7 @@ class Line:
     base: str
     aim: float
     is_share: bool = False
+    work: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,7 @@ def outcome(line: Line, results: dict[str, Result]) -> Outcome:
         value = ours.median_us / base.median_us
         is_met = value <= line.aim
     else:
-        value = base.median_us / ours.median_us
+        value = line.work * base.median_us / ours.median_us
         is_met = value >= line.aim
     return Outcome(line, PASS if is_met else FAIL, value)
 

@@ -517,8 +517,10 @@ def _check_pages(request: CacheRequest, span: CacheSpan) -> None:
     a, page_size = request.arguments, request.problem.page_size
     if a.page_table is None or page_size is None:
         return
-    first, end = span.first // page_size, -(-(span.end + span.num_new) // page_size)
-    num_pages = a.keys.shape[0]
+    end_key, num_pages = span.end + span.num_new, a.keys.shape[0]
+    if span.first == end_key:  # all padding: no row of the page it ends in is in use
+        return
+    first, end = span.first // page_size, -(-end_key // page_size)
     for column, page in enumerate(to_list(a.page_table[span.row, first:end]), first):
         if not 0 <= page < num_pages:
             name = f"page_table[{span.row}, {column}]"

@@ -468,7 +468,7 @@ def test_host_table_and_verdict(capsys):
     rows = host.table({"flash_cute": fast, "FA4": slow})
     assert rows[1] == ["flash_cute", "10.00", "10.00", "0.0", "1.00"]
     assert rows[2][-1] == "3.00"
-    all_fast = dict.fromkeys(("flash_cute", *host.AIMS_BEYOND_US), fast)
+    all_fast = dict.fromkeys(("flash_cute", host.KVCACHE, *host.AIMS_BEYOND_US), fast)
     assert host.verdict(all_fast) == 0
     assert host.verdict(dict.fromkeys(all_fast, slow)) == 1
     assert "flash_cute: 30.00 us, ABOVE the aim of 12 us" in capsys.readouterr().out
@@ -476,6 +476,8 @@ def test_host_table_and_verdict(capsys):
     said = capsys.readouterr().out
     assert "flash_cute out=: 20.00 us beyond flash_cute, ABOVE the aim of 3 us" in said
     assert said.count("ABOVE") == 1
+    assert host.verdict(all_fast | {host.KVCACHE: slow}) == 1
+    assert "flash_cute kvcache: 30.00 us, ABOVE the aim of 20 us" in capsys.readouterr().out
     assert host.verdict({}) == 1
     assert host.verdict({"flash_cute": fast}) == 1
     assert "flash_cute block_mask was not timed" in capsys.readouterr().out
@@ -487,9 +489,12 @@ def test_host_calls_repeat_on_a_toy_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(host, "score_mod", lambda t: lambda s, b, h, i, j: s + 1)
     monkeypatch.setattr(host, "block_mask", lambda t: None)
+    step = host.cache_step(tuple(torch.zeros(1, 128, 1, 128).half() for _ in range(3)))
+    step = {name: toy_gpu.on_gpu(tensor) for name, tensor in step.items()}
+    monkeypatch.setattr(host, "cache_step", lambda t: step)
     contestants, refused = host.line_up(inputs)
     names = {contestant.name for contestant in contestants}
-    assert {"flash_cute", *host.AIMS_BEYOND_US} <= names, refused
+    assert {"flash_cute", host.KVCACHE, *host.AIMS_BEYOND_US} <= names, refused
     num_launches, num_long = len(launches.launched), len(launches.looked_up)
     for contestant in contestants:
         contestant.call(1)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from flash_cute import Support, compile, reference_mask
+from flash_cute import Feature, Support, compile, reference_mask, selection
 from flash_cute.variant import as_callback
 
 ROOT = Path(__file__).resolve().parent.parent
-# Every file is run; a name with an underscore is a helper. Those that the CPU reference cannot run
-# in the place of a kernel have tests of their own, and so has quickstart.
+# Every file is run; a name with an underscore is a helper. Those that are not one call, or whose
+# kernel the CPU reference cannot stand in for, have tests of their own.
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
 LISTED = [name for name in EXAMPLES if name != "quickstart.py"]
-GALLERY = [name for name in LISTED if name != "sigmoid_attention.py"]
+GALLERY = [name for name in LISTED if name not in ("generate.py", "sigmoid_attention.py")]
 HAS_GPU = torch.cuda.is_available()
 
 
@@ -254,6 +257,65 @@ def test_sigmoid_with_gpu_checks_and_measures(tmp_path: Path):
     text = run_example("sigmoid_attention.py", tmp_path / "cache")
     assert re.search(r"kernel, sigmoid attention: worst row: error", text)
     assert len(re.findall(r"\d+\.\d{3} ms, \d+ TFLOP/s", text)) == 2, "sigmoid and softmax"
+
+
+GENERATED = r"tokens are those of full attention; logits: error \d\.\de-\d\d, \d\.\de-\d\d allowed"
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU: it runs the kernel as well")
+def test_generate_on_the_cpu_writes_what_full_attention_writes(tmp_path: Path):
+    text = run_example("generate.py", tmp_path / "cache")
+    assert re.search(GENERATED, text)
+    assert text.endswith("No kernel was executed: that needs a Hopper GPU.\n")
+    lines = re.findall(r"tokens, then \[(.*)\] ...", text)
+    assert len(lines) == 4
+    for tokens in (line.split(", ") for line in lines):
+        assert tokens[7:] == tokens[:3], "it has learnt to repeat"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Any]:
+    """The weights of generate.py."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        torch.set_num_threads(1)
+        yield load_example("generate.py", patch)[0].train()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("wrong", ["lengths", "rotary", "appended", "nothing"])
+def test_generate_that_is_wrong_stops(wrong: str, trained: Any, monkeypatch: pytest.MonkeyPatch):
+    example, _ = load_example("generate.py", monkeypatch)
+    right = example.flash_attn_with_kvcache
+
+    def attend(q: object, keys: torch.Tensor, values: object, k: torch.Tensor, v: object, **o: Any):
+        if wrong == "lengths" and "cu_seqlens_q" not in o:
+            o["cache_seqlens"] = o["cache_seqlens"] - 1
+        if wrong == "rotary":
+            o["rotary_interleaved"] = True
+        return right(q, keys, values, k.flip(-1) if wrong == "appended" else k, v, **o)
+
+    monkeypatch.setattr(example, "DEVICE", "cpu")
+    monkeypatch.setattr(example, "train", lambda: copy.deepcopy(trained))
+    monkeypatch.setattr(example, "flash_attn_with_kvcache", attend)
+    if wrong == "nothing":
+        example.main()
+        return
+    with pytest.raises(SystemExit, match="other tokens|logits are wrong"):
+        example.main()
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="no GPU here")
+def test_generate_with_gpu_writes_what_full_attention_writes(tmp_path: Path):
+    needed = {Feature.APPEND_KV, Feature.ROTARY, Feature.PAGED_KV, Feature.VARLEN, Feature.GQA}
+    if missing := sorted(f.value for f in needed - selection.SM90.features):
+        pytest.skip(f"no kernel declares: {', '.join(missing)}")
+    text = run_example("generate.py", tmp_path / "cache")
+    assert re.search(GENERATED, text) and "No kernel" not in text
 
 
 @pytest.mark.slow

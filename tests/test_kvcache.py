@@ -421,6 +421,16 @@ def test_keys_inside_the_values_of_one_cache():
     check(a)
 
 
+def test_a_page_of_padding_alone_is_never_looked_up():
+    setup = Setup(ends=(6, 9), firsts=(6, 2), page_size=4)
+    a = call_of(setup)
+    a["page_table"][0, 1] = 2**31 - 1
+    check(a)
+    a = call_of(dataclasses.replace(setup, new=(2, 2)))
+    a["page_table"][0, 0] = -1
+    check(a)
+
+
 # ---- Lengths, hints, ways of computing -----------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """Every pair of kernel features at least once, on a GPU against the float64 reference.
 
 The cases are a covering design: each value of each factor meets each value of every other factor.
-They are drawn greedily from a fixed seed, so that the same cases run everywhere.
 """
 
 import itertools
@@ -10,6 +9,7 @@ import random
 import checks
 import pytest
 import torch
+from covering import all_pairs, covering_design, pairs_of
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flash_cute import flash_attn_func, flash_attn_varlen_func
@@ -47,33 +47,7 @@ SIZES = {  # lengths of three sequences: queries, keys
 }
 
 
-def pairs_of(case: dict) -> set:
-    named = [(name, str(value)) for name, value in case.items()]
-    return set(itertools.combinations(named, 2))
-
-
-def covering_design(seed: int = 0, tries: int = 60) -> list[dict]:
-    """Cases that hold every pair of values of two factors, each chosen best of `tries`."""
-    rng = random.Random(seed)
-    missing = set()
-    for (a, values_a), (b, values_b) in itertools.combinations(FACTORS.items(), 2):
-        missing |= {((a, str(x)), (b, str(y))) for x in values_a for y in values_b}
-    cases = []
-    while missing:
-        drawn = []
-        for _ in range(tries):
-            case = {name: rng.choice(values) for name, values in FACTORS.items()}
-            (name_a, text_a), (name_b, text_b) = min(missing)
-            for name, text in ((name_a, text_a), (name_b, text_b)):
-                case[name] = next(value for value in FACTORS[name] if str(value) == text)
-            drawn.append(case)
-        best = max(drawn, key=lambda case: len(pairs_of(case) & missing))
-        missing -= pairs_of(best)
-        cases.append(best)
-    return cases
-
-
-CASES = covering_design()
+CASES = covering_design(FACTORS)
 
 
 def label(case: dict) -> str:
@@ -92,11 +66,9 @@ def label(case: dict) -> str:
 
 def test_design_covers_every_pair_and_is_the_same_everywhere():
     covered = set().union(*map(pairs_of, CASES))
-    for (a, values_a), (b, values_b) in itertools.combinations(FACTORS.items(), 2):
-        for x, y in itertools.product(values_a, values_b):
-            assert ((a, str(x)), (b, str(y))) in covered
+    assert covered == all_pairs(FACTORS)
     assert len(CASES) < 120
-    assert [label(case) for case in covering_design()] == [label(case) for case in CASES]
+    assert [label(case) for case in covering_design(FACTORS)] == [label(case) for case in CASES]
 
 
 def operand(rows: int, heads: int, dim: int, case: dict, *, seed: int, padded: int = 0):
