@@ -142,6 +142,8 @@ class AttentionProblem:
         _check_finite("softcap", self.softcap)
         put(self, "softmax_scale", float(self.softmax_scale))
         put(self, "softcap", float(self.softcap))
+        if self.room_k == self.seqlen_k:
+            put(self, "room_k", None)
 
     def _check_dtype(self) -> None:
         if self.device.type not in ("cpu", "cuda"):

@@ -216,9 +216,28 @@ def call_of(case: dict[str, Any], sizes: Sizes, device: str, seed: int = 0) -> d
     return a
 
 
-def metadata_of(arguments: dict[str, Any]) -> object | None:
-    """The plan of a call, made ahead of it; None where the call has to plan for itself."""
-    return None
+def metadata_of(a: dict[str, Any]) -> SchedulerMetadata:
+    """The plan of a call, made ahead of it; the call leaves the number of parts to it."""
+    is_packed, is_paged = "cu_seqlens_q" in a, "page_table" in a
+    page_size = a["k_cache"].shape[1]
+    new = a["k"].shape[1] if "k" in a and "cu_seqlens_k_new" not in a else 0
+    given = ("cu_seqlens_q", "cu_seqlens_k_new", "causal", "window_size", "attention_chunk")
+    return get_scheduler_metadata(
+        batch_size=a["cache_seqlens"].shape[0],
+        max_seqlen_q=a["max_seqlen_q"] if is_packed else a["q"].shape[1],
+        max_seqlen_k=page_size * (a["page_table"].shape[1] if is_paged else 1),
+        num_heads_q=a["q"].shape[-2],
+        num_heads_kv=a["k_cache"].shape[-2],
+        headdim=a["q"].shape[-1],
+        cache_seqlens=a["cache_seqlens"],
+        qkv_dtype=a["q"].dtype,
+        cache_leftpad=a.get("cache_leftpad"),
+        page_size=page_size if is_paged else None,
+        max_seqlen_k_new=new,
+        has_softcap=a["softcap"] > 0,
+        num_splits=a.pop("num_splits"),
+        **{name: a[name] for name in given if name in a},
+    )
 
 
 def slots(a: dict[str, Any], b: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
