@@ -24,10 +24,12 @@ from covering import all_pairs, covering_design, pairs_of
 from flash_cute import (
     AttentionProblem,
     Feature,
+    SchedulerMetadata,
     UnsupportedProblem,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
     reference,
     selection,
 )
