@@ -214,7 +214,7 @@ def call_of(case: dict[str, Any], sizes: Sizes, device: str, seed: int = 0) -> d
         a["sinks"] = torch.linspace(-2, 3, hq, device=device)
     a |= {**case["mask"], "softcap": case["softcap"], "num_splits": case["splits"]}
     if case["metadata"]:
-        a["scheduler_metadata"] = metadata_of(a)
+        a |= {"scheduler_metadata": metadata_of(a), "num_splits": 0}
     return a
 
 
@@ -237,7 +237,7 @@ def metadata_of(a: dict[str, Any]) -> SchedulerMetadata:
         page_size=page_size if is_paged else None,
         max_seqlen_k_new=new,
         has_softcap=a["softcap"] > 0,
-        num_splits=a.pop("num_splits"),
+        num_splits=a["num_splits"],
         **{name: a[name] for name in given if name in a},
     )
 
