@@ -174,11 +174,11 @@ class BuilderKey:
 class PlannerKey:
     """Everything that shapes the kernel that counts parts; any architecture runs it.
 
-    Units: lengths: those of scheduling.LENGTHS that there are
+    Units: lengths: those of scheduling.LENGTHS that there are, in that order
     """
 
     arch: str
-    lengths: frozenset[str]
+    lengths: tuple[str, ...]
 
 
 COMBINE_TILE_DIMS = (8, 16, 32, 64, 128, 256, 512)

@@ -75,7 +75,7 @@ def planner_key(problem: AttentionProblem, key: KernelKey) -> PlannerKey | None:
         "seqused_k": p.has_seqused_k,
         "leftpad": p.has_leftpad,
     }
-    return PlannerKey(key.arch, frozenset(name for name in LENGTHS if given[name]))
+    return PlannerKey(key.arch, tuple(name for name in LENGTHS if given[name]))
 
 
 def make_planner(

@@ -8,6 +8,9 @@ import toy_gpu
 from flash_cute import (
     InvalidProblem,
     SchedulerMetadata,
+    cache,
+    cache_info,
+    compile,
     current,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -140,6 +143,23 @@ def test_the_cpu_takes_plans_too():
     assert torch.equal(out, flash_attn_with_kvcache(**call))
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("lengths", [(), ("seqused_k",), scheduling.LENGTHS])
+def test_planner_compiles_and_is_kept_on_disk(lengths, monkeypatch, tmp_path):
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("FLASH_CUTE_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(cache, "_memory", {})
+    key = PlannerKey("sm_90a", lengths)
+    report = compile.inspect_kernel(selection.kernel_for(key), key.arch)
+    if not report.missing:
+        assert (report.spill_store_bytes, report.stack_bytes) == (0, 0)
+    before = cache_info().compiles
+    compile.warmup([key], progress=False)
+    cache.clear_cache(disk=False)
+    compile.warmup([key], progress=False)
+    assert cache_info().compiles == before + 1
+
+
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
@@ -244,8 +264,8 @@ def test_rows_and_paddings_of_the_cache(gpu: None):
     kept = []
     for b in range(3):
         span = slice(int(first[b]), int(end[b]))
-        for cache, x in zip(caches, (k, v), strict=True):
-            cache[rows[b], span] = x[b, span]
+        for target, x in zip(caches, (k, v), strict=True):
+            target[rows[b], span] = x[b, span]
         kept.append([x[b : b + 1, span] for x in (k, v)])
     for options in ({}, {"causal": True}, {"window_size": (100, 3)}):
         for num_splits in (0, 1, 4):

@@ -44,9 +44,9 @@ class SplitPlanner:
 
     smem_bytes = 0  # dynamic; a few words are static
 
-    def __init__(self, lengths: frozenset[str]):
+    def __init__(self, lengths: tuple[str, ...]):
         self.lengths = lengths
-        self.name = "_".join(["flash_split_planner", *sorted(lengths)])
+        self.name = "_".join(["flash_split_planner", *lengths])
 
     # ---------------------------------------------------------------- host
 
