@@ -203,13 +203,17 @@ Sizes = tuple[int, int, int | None, int | None]
 
 
 def sizes_of(
-    q: torch.Tensor, k: torch.Tensor, packed_q: torch.Tensor | None, packed_k: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    packed_q: torch.Tensor | None,
+    packed_k: torch.Tensor | None,
+    page_table: torch.Tensor | None,
 ) -> Sizes:
-    """Return the sizes of a problem, from its tensors and the cu_seqlens of packed ones."""
+    """Return the sizes of a problem, from its tensors and what says how they lie."""
     starts = packed_q if packed_q is not None else packed_k
     batch = q.shape[0] if starts is None else starts.shape[0] - 1
     seqlen_q = q.shape[1] if packed_q is None else None
-    seqlen_k = k.shape[1] if packed_k is None else None
+    seqlen_k = k.shape[1] if packed_k is None and page_table is None else None
     return batch, q.shape[-2], seqlen_q, seqlen_k
 
 
@@ -218,9 +222,9 @@ def block_structure(block_mask: Any, sizes: Sizes, device: torch.device) -> Bloc
 
     Args:
         block_mask: a PyTorch ``BlockMask``, or ``BlockSparseTensors``.
-        sizes: batch, num_heads, seqlen_q and seqlen_k of the problem; None for the length of packed
-            sequences, which the lists must reach: `check_lengths` sees to it on the CPU, a kernel
-            hides what lies beyond.
+        sizes: batch, num_heads, seqlen_q and seqlen_k of the problem; None for a length of packed
+            or paged sequences, which the lists must reach: `check_lengths` sees to it on the CPU, a
+            kernel hides what lies beyond.
     Raises: InvalidProblem naming the attribute, what came and what was expected.
     """
     batch, num_heads, seqlen_q, seqlen_k = sizes

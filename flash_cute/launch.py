@@ -99,7 +99,7 @@ def recall(
         return None, None
     modifiers = modifiers_key = None
     if given is not None:
-        modifiers = work_out(given, q, k, extras[:2])
+        modifiers = work_out(given, q, k, (*extras[:2], extras[5]))
         if modifiers is None or (torch.is_grad_enabled() and modifiers.requires_grad):
             return None, None
         if modifiers.blocks is not None and not modifiers.blocks.is_packed:
@@ -117,10 +117,16 @@ def recall(
         return None, key
     captured: tuple[int, ...] = ()
     if modifiers is not None:
-        captured = modifiers.launch_arguments(plan.tile, (q.shape[-3], k.shape[-3]))
+        captured = modifiers.launch_arguments(plan.tile, _rows(q, k, extras[5]))
     counts = None if metadata is None else metadata.split_counts
     lengths = (*extras[:4], extras[7])
     return plan.run(qkv, addresses, out, captured, lengths, counts), key
+
+
+def _rows(q: torch.Tensor, k: torch.Tensor, page_table: torch.Tensor | None) -> tuple[int, int]:
+    """Rows of q and k in a sequence, or in all packed ones; of pages as many as there is room."""
+    pages = 1 if page_table is None else page_table.shape[1]
+    return q.shape[-3], k.shape[-3] * pages
 
 
 def _is_writable(
@@ -174,7 +180,7 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Key | Non
             _plans[key] = plan
         addresses, _ = _describe(tuple(getattr(inputs, name) for name in EXTRAS))
         qkv = (inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr())
-        rows = (inputs.q.shape[-3], inputs.k.shape[-3])
+        rows = _rows(inputs.q, inputs.k, inputs.page_table)
         captured = inputs.modifiers.launch_arguments(plan.tile, rows)
         lengths = tuple(getattr(inputs, name) for name in LENGTHS)
         metadata = inputs.scheduler_metadata
@@ -213,7 +219,8 @@ def _variant(inputs: AttentionInputs) -> selection.Variant:
 
 def _check_indices(problem: AttentionProblem, inputs: AttentionInputs) -> None:
     """Callbacks compute with indices below INDEX_LIMIT; raises UnsupportedProblem past it."""
-    longest = max(problem.batch, problem.num_heads_q, inputs.q.shape[-3], inputs.k.shape[-3])
+    rows = _rows(inputs.q, inputs.k, inputs.page_table)
+    longest = max(problem.batch, problem.num_heads_q, *rows)
     if inputs.modifiers.callbacks and longest > INDEX_LIMIT:
         raise UnsupportedProblem(
             f"a callback with an extent of {longest}: kernels give callbacks indices up to "

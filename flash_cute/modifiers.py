@@ -77,12 +77,12 @@ def work_out(
     given: Given,
     q: torch.Tensor,
     k: torch.Tensor,
-    packed: tuple[torch.Tensor | None, ...] = (None, None),
+    ragged: tuple[torch.Tensor | None, ...] = (None, None, None),
 ) -> Modifiers | None:
     """Work out the modifiers of a dense or packed call on a GPU; None where anything is wrong.
 
     Args:
-        packed: cu_seqlens_q and cu_seqlens_k.
+        ragged: cu_seqlens_q, cu_seqlens_k and page_table.
 
     What is wrong is left to validation, which names it, and in the order of its own.
     """
@@ -91,7 +91,8 @@ def work_out(
     blocks = None
     try:
         if block_mask is not None:
-            blocks = block_structure(block_mask, sizes_of(q, k, packed[0], packed[1]), device)
+            sizes = sizes_of(q, k, ragged[0], ragged[1], ragged[2])
+            blocks = block_structure(block_mask, sizes, device)
         return Modifiers(
             callback_on(device, score_mod, "score_mod"),
             callback_on(device, mask_mod, "mask_mod"),

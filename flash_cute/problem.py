@@ -509,12 +509,8 @@ def _block_structure(
 ) -> BlockStructure | None:
     if options.block_mask is None:
         return None
-    if lengths.page_table is not None:
-        raise UnsupportedProblem(
-            "block_mask with page_table is not available yet on any device; "
-            "express the mask with mask_mod, causal, window_size or attention_chunk"
-        )
-    sizes = sizes_of(q, k, lengths.cu_seqlens_q, lengths.cu_seqlens_k)
+    ragged = (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.page_table)
+    sizes = sizes_of(q, k, *ragged)
     return block_structure(options.block_mask, sizes, q.device)
 
 

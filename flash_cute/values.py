@@ -32,11 +32,12 @@ def check_values(problem: AttentionProblem, inputs: AttentionInputs) -> None:
         if inputs.seqused_k is not None:
             used = to_list(inputs.seqused_k)
         _check_page_table(inputs.page_table, used, problem.page_size, num_pages=k.shape[0])
+        capacity_k = used
     if inputs.block_mask is not None:
         inputs.block_mask.check_indices()
         lengths_q = capacity_q or [problem.seqlen_q]
         lengths_k = capacity_k or [problem.seqlen_k]
-        inputs.block_mask.check_lengths(max(lengths_q), max(lengths_k))
+        inputs.block_mask.check_lengths(max(lengths_q, default=0), max(lengths_k, default=0))
 
 
 def to_list(tensor: torch.Tensor) -> list[int]:

@@ -435,11 +435,6 @@ INVALID: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "block_mask": (
-        "paged",
-        {"block_mask": object()},
-        "block_mask with page_table is not available",
-    ),
     "native": (
         "new",
         {"score_mod": native, "aux_tensors": (FLOAT,)},

@@ -3,8 +3,9 @@
 import checks
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from flash_cute import Feature, flash_attn_varlen_func, selection
+from flash_cute import Feature, flash_attn_func, flash_attn_varlen_func, selection
 from flash_cute.problem import AttentionProblem, Lengths
 from flash_cute.target import Target
 
@@ -44,6 +45,21 @@ def test_a_left_padding_shifts_pages_against_loads():
 def test_room_in_the_table_shapes_no_code():
     dims = dict(head_dim=64, head_dim_v=64, causal=True, num_heads_kv=8)
     assert key(16, seqlen_k=128, **dims) == key(16, seqlen_k=8192, **dims)
+
+
+def test_reference_looks_block_masks_of_pages_up_by_key():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, 2, 16, generator=generator) for _ in range(3))
+    order = torch.randperm(6, generator=generator)
+    pages = [torch.full((6, 4, 2, 16), torch.nan) for _ in range(2)]
+    for tensor, page in zip((k, v), pages, strict=True):
+        padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, 3), value=torch.nan)
+        page[order] = padded.view(6, 4, 2, 16)
+    mask = create_block_mask(lambda b, h, i, j: (i + j + b) % 3 > 0, 2, None, 9, 9, "cpu", 2)
+    used = torch.full((2,), 9, dtype=torch.int32)
+    lengths = {"page_table": order.int().view(2, 3), "seqused_k": used}
+    got = flash_attn_varlen_func(q, *pages, **lengths, block_mask=mask)
+    torch.testing.assert_close(got, flash_attn_func(q, k, v, block_mask=mask))
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------
@@ -103,6 +119,27 @@ def test_pages_of_any_order(gpu: None, dims, page_size: int):
 def test_everything_else_counts_too(gpu: None, options):
     for page_size in (16, 3):
         check(*paged(page_size, 128, 128), **options)
+
+
+def of_blocks(b, h, q_idx, kv_idx):
+    return (q_idx // 40 + kv_idx // 70 + b) % 3 != 0
+
+
+def block_sparse(page_size: int, block_size, heads=(6, 2)):
+    """Pages in a random order under a block mask whose lists end where the keys may."""
+    operands, lengths = paged(page_size, 128, 128, heads)
+    batch, most = len(LENGTHS_K), max(LENGTHS_K)
+    mask = create_block_mask(of_blocks, batch, None, ROWS_Q, most, "cuda", block_size)
+    return operands, lengths, {"block_mask": mask}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64, 100, 128, 256])
+@pytest.mark.parametrize("block_size", [64, 128, (64, 256)])
+def test_block_masks_of_pages(gpu: None, page_size: int, block_size):
+    operands, lengths, options = block_sparse(page_size, block_size)
+    for more in ({}, {"causal": True}, {"pack_gqa": True, "softcap": 15.0}):
+        check(operands, lengths, **options, **more)
 
 
 @pytest.mark.gpu

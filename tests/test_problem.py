@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from flash_cute.errors import FlashCuteError, InvalidProblem, UnsupportedProblem
 from flash_cute.features import Feature
@@ -18,8 +19,8 @@ from flash_cute.problem import (
     Lengths,
     Options,
     attention_request,
-    check_values,
 )
+from flash_cute.values import check_values
 
 OPTIONS = {field.name for field in dataclasses.fields(Options)}
 LENGTHS = {field.name for field in dataclasses.fields(Lengths)}
@@ -486,9 +487,14 @@ def test_refusal_comes_before_the_values_are_looked_at():
     request(**paged(page_table=int32([-1, 99], [2**31 - 1, 0])))
 
 
-def test_block_mask_of_pages_is_refused_on_every_device():
-    with pytest.raises(UnsupportedProblem, match="block_mask with page_table is not available"):
-        request(**paged(), block_mask=object())
+def test_block_mask_of_pages_reaches_the_used_lengths():
+    """The room in the page table may be more; the lists say nothing of it."""
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, None, None, 5, 2, "cpu", 2)
+    used = int32(2, 1)
+    assert request(**paged(), seqused_k=used, block_mask=mask)[0].has_block_mask
+    check_values(*request(**paged(), seqused_k=used, block_mask=mask))
+    with pytest.raises(InvalidProblem, match="for the longest sequence of 3"):
+        check_values(*request(**paged(), seqused_k=int32(2, 3), block_mask=mask))
 
 
 def test_native_callbacks_are_refused_on_the_cpu():

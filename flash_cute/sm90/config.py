@@ -195,7 +195,8 @@ def _sparse_config(spec: ForwardSpecialization, block_size: tuple[int, int]) -> 
         return config
     config = replace(config, use_ping_pong=False)
     # One warpgroup: two CTAs overlap instead, where shared memory has room.
-    halved = replace(config, ctas_per_sm=2, regs_mma=200)
+    regs_load, regs_mma = (72, 184) if spec.gathers_keys else (56, 200)
+    halved = replace(config, ctas_per_sm=2, regs_load=regs_load, regs_mma=regs_mma)
     return replace(config, regs_mma=240) if halved.check(spec) else halved
 
 
