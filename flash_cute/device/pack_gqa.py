@@ -37,6 +37,10 @@ class HeadPacking:
     heads: cutlass.Constexpr[int]
     positions: cutlass.Constexpr[int]
 
+    def queries(self, tile: Tile):
+        """(first query, number of queries) of a tile, of which the last may not exist."""
+        return tile.m_block * self.positions, self.positions
+
     def kv_head(self, tile: Tile) -> Int32:
         """The key/value head of a tile."""
         return tile.head // self.packs

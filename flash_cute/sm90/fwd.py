@@ -20,7 +20,6 @@ Budget: shared memory in ForwardConfigSm90.smem_bytes; registers per consumer th
 
 import enum
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -28,33 +27,21 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from flash_cute.arguments import ForwardArguments
-from flash_cute.device import epilogue, softmax
-from flash_cute.device.mask import AttentionMask, BlockRange
-from flash_cute.device.pack_gqa import Rows
+from flash_cute.device import softmax
 from flash_cute.device.primitives import (
     as_rows_cols,
-    column_offset,
     fresh_thread_idx,
     pack_halves,
 )
-from flash_cute.device.score import trace_mask_mod, trace_score_mod
-from flash_cute.device.seqlen import SeqlenInfo
-from flash_cute.device.tile_scheduler import Tile
-from flash_cute.errors import InvalidProblem
-from flash_cute.features import Feature
+from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90, Work
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.sm90.gather import GatherWarps
 from flash_cute.sm90.load import LoadWarp
 from flash_cute.sm90.params import ForwardParams, LaunchDescription
 from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
 from flash_cute.specialization import ForwardSpecialization
-from flash_cute.variant import callback_for
 
-ROWS_PER_WARP = 16
 ROWS_PER_WARPGROUP = 64
-ELEMENTS_PER_RUN = 8  # 16 bytes of shared memory
-ROWS_PER_THREAD = 2  # of a 64-row wgmma accumulator
 
 
 class Barrier(enum.IntEnum):
@@ -62,18 +49,6 @@ class Barrier(enum.IntEnum):
 
     TURN = 1  # + consumer warpgroup: its turn at the tensor cores
     CLEARED = 4  # + consumer warpgroup: its threads have cleared the tail of V, or of Q
-
-
-@dataclass(frozen=True)
-class Work:
-    """A tile with its sequence and its blocks of keys."""
-
-    tile: Tile
-    seqlen: SeqlenInfo
-    blocks: BlockRange
-    num_partial: Int32  # listed blocks of a block mask; 0 without one
-    num_full: Int32
-    is_empty: cutlass.Boolean  # a split without a block of its own
 
 
 @dataclass(frozen=True)
@@ -93,7 +68,7 @@ class Consumer:
     o_scale: cute.Tensor
 
 
-class FlashAttentionForwardSm90:
+class FlashAttentionForwardSm90(AttentionKernelSm90):
     """One CTA = a stream of (m_block, head, batch) tiles; see the module docstring.
 
     Contract: a derived class overrides steps, usually of those under "from scores to weights", and
@@ -101,60 +76,13 @@ class FlashAttentionForwardSm90:
               What its steps no longer do it says in `lacks`; calls that need it are refused.
     """
 
-    lacks: ClassVar[frozenset[Feature]] = frozenset()
-
-    @classmethod
-    def config_for(
-        cls, spec: ForwardSpecialization, config: ForwardConfigSm90
-    ) -> ForwardConfigSm90:
-        """The config to run `spec` with, given the package's choice; for subclasses to override.
-
-        Query heads are packed for the config that this returns, so spec has none packed yet.
-        """
-        return config
+    label = "flash_fwd_sm90"
 
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm90):
-        if broken := config.check(spec):
-            raise InvalidProblem(f"{config} cannot run {spec.label}: {'; '.join(broken)}")
-        self.spec, self.config = spec, config
-        self.description = LaunchDescription(spec, config)
-        self.dtype = self.description.dtype
-        owner = type(self).__name__ + "_" if type(self) is not FlashAttentionForwardSm90 else ""
-        self.name = f"flash_fwd_sm90_{owner}{spec.label}_m{config.tile_m}n{config.tile_n}"
-        self.score_mod = callback_for(spec.score_mod) if spec.score_mod is not None else None
-        self.mask_mod = callback_for(spec.mask_mod) if spec.mask_mod is not None else None
-        self.block_mod = callback_for(spec.block_mod) if spec.block_mod is not None else None
-        self.smem_bytes = config.smem_bytes(spec)
-        self.mask = AttentionMask(
-            is_causal=spec.is_causal,
-            has_window_left=spec.has_window_left,
-            has_window_right=spec.has_window_right,
-            has_chunk=spec.has_chunk,
-            tile_n=config.tile_n,
-        )
+        super().__init__(spec, config, LaunchDescription(spec, config))
         self.exchange = Exchange(spec, config, self.dtype)
         self.num_load_warps = WARPS_PER_WARPGROUP if spec.gathers_keys else 1
         self.loader = (GatherWarps if spec.gathers_keys else LoadWarp)(self.exchange, self.mask)
-
-    # ---------------------------------------------------------------- host
-
-    def compile_args(self) -> tuple:
-        """Arguments that stand for the real ones while compiling."""
-        return self.description.compile_args()
-
-    @cute.jit
-    def __call__(self, *launch_args):
-        """Host side: describe the launch from flat ForwardArguments, then launch."""
-        num_arguments = len(ForwardArguments._fields)
-        args = ForwardArguments(*launch_args[:num_arguments])
-        params = self.description.params(args, launch_args[num_arguments:])
-        self.kernel(params).launch(
-            grid=[args.num_ctas, 1, 1],
-            block=[self.config.num_threads, 1, 1],
-            stream=args.stream,
-            min_blocks_per_mp=self.config.ctas_per_sm,
-            preferred_smem_carveout=100,  # given, as the DSL else asks the driver for its size
-        )
 
     # ---------------------------------------------------------------- device
 
@@ -271,18 +199,6 @@ class FlashAttentionForwardSm90:
         return k_state, v_state
 
     @cute.jit
-    def receive(self, p: ForwardParams, smem: SharedTensors, slot: Int32) -> Work:
-        """The announced tile."""
-        said, tile_m = self.exchange.receive(smem, slot), p.packing.positions
-        first_row = said.tile.m_block * tile_m
-        blocks = self.mask.block_range(first_row, tile_m, said.seqlen, p.bounds)
-        is_empty = cutlass.Boolean(False)
-        if const_expr(self.spec.is_split):
-            part = (said.tile.split, said.tile.num_splits, p.split_blocks)
-            blocks, is_empty = self.mask.split_range(blocks, *part)
-        return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full, is_empty)
-
-    @cute.jit
     def visible_blocks(self, p: ForwardParams, c: Consumer, work: Work) -> Work:
         """The same work, with only those blocks that the warpgroup's own rows see any key of."""
         if const_expr(p.packing.heads == 1 and not self.spec.is_split):
@@ -375,17 +291,8 @@ class FlashAttentionForwardSm90:
 
     @cute.jit
     def clear_rows(self, c: Consumer, sX: cute.Tensor, first_row: Int32):
-        """Zero the last rows of a (rows, dim) tile, from first_row on; one warpgroup."""
-        num_rows, dim = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
-        runs = dim // ELEMENTS_PER_RUN
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-        zeros = cute.make_rmem_tensor(ELEMENTS_PER_RUN, self.dtype)
-        zeros.fill(0.0)
-        for i in cutlass.range(first_row * runs + thread, num_rows * runs, THREADS_PER_WARPGROUP):
-            row = i // runs
-            run = cute.local_tile(sX, (1, ELEMENTS_PER_RUN), (row, i - row * runs))
-            cute.autovec_copy(zeros, run[0, None])
-        cute.arch.fence_view_async_shared()
+        """`zero_rows`, and wait for the warpgroup's threads."""
+        self.zero_rows(sX, first_row)
         cute.arch.barrier(
             barrier_id=Barrier.CLEARED + c.warpgroup, number_of_threads=THREADS_PER_WARPGROUP
         )
@@ -430,84 +337,6 @@ class FlashAttentionForwardSm90:
             self.clear_tail(c, pipes, v_state, work, n_block)
         return k_state, v_state
 
-    @cute.jit
-    def modify_scores(
-        self,
-        p: ForwardParams,
-        S: cute.Tensor,
-        work: Work,
-        n_block: Int32,
-        place,
-        is_masked: cutlass.Constexpr[bool],
-        may_be_edge: cutlass.Constexpr[bool] = False,
-    ):
-        """Everything between Q K^T and the softmax: softcap, score_mod, then the masks."""
-        row, col = place
-        rows = p.packing.rows(work.tile, row, ROWS_PER_THREAD, work.seqlen.seqlen_q)
-        first_col = n_block * self.config.tile_n + col
-        if const_expr(self.spec.has_softcap):
-            softmax.softcap(S, p.scale_log2, p.softcap)
-        elif const_expr(self.spec.score_mod is not None):
-            S.store(S.load() * p.scale_log2)
-        elif const_expr(self.spec.negate_scores):
-            S.store(-S.load())
-        if const_expr(self.spec.score_mod is not None or self.spec.mask_mod is not None):
-            self.apply_callbacks(p, S, work, rows, first_col, is_masked)
-        if const_expr(self.spec.block_mod is not None and is_masked):
-            if work.num_partial > 0:  # else the first block is a full one
-                self.apply_block_mod(p, S, work, rows, first_col)
-        if const_expr(is_masked):
-            self.mask.apply(S, rows.q_idx, first_col, work.seqlen, p.bounds)
-        elif const_expr(may_be_edge):
-            blocks = work.blocks
-            if n_block < blocks.full_begin or n_block >= blocks.full_end:
-                self.mask.apply(S, rows.q_idx, first_col, work.seqlen, p.bounds)
-
-    def apply_callbacks(
-        self, p: ForwardParams, S: cute.Tensor, work: Work, rows: Rows, first_col, is_edge: bool
-    ):
-        """score_mod and mask_mod on every score of the thread."""
-        place = (work, rows, first_col, is_edge)
-        if self.score_mod is not None:
-            for cells, indices in self.groups(self.score_mod, S, place):
-                scores, tensors = [S[cell] for cell in cells], p.captured.score
-                new = trace_score_mod(self.score_mod, scores, *indices, tensors, work.seqlen)
-                for cell, score in zip(cells, new, strict=True):
-                    S[cell] = score
-        if self.mask_mod is not None:
-            self.hide(self.mask_mod, p.captured.mask, S, place)
-
-    def apply_block_mod(self, p: ForwardParams, S: cute.Tensor, work: Work, rows, first_col):
-        """The block mask's own mask_mod on every score of the thread."""
-        self.hide(self.block_mod, p.captured.block, S, (work, rows, first_col, True))
-
-    def hide(self, mask_mod, tensors, S: cute.Tensor, place):
-        """Set the scores that a mask_mod does not show to -inf."""
-        for cells, indices in self.groups(mask_mod, S, place):
-            visible = trace_mask_mod(mask_mod, *indices, tensors, place[0].seqlen)
-            for cell, is_visible in zip(cells, visible, strict=True):
-                S[cell] = cutlass.select_(is_visible, S[cell], -Float32.inf)
-
-    def groups(self, callback, S: cute.Tensor, place):
-        """Yield the thread's scores by the groups that a callback takes, and their indices.
-
-        Shapes: place (work, rows, column of the first score, whether the block is an edge); a group
-                is its places in S and (b, h, q_idx, one kv_idx for each)
-
-        Rows past the queries and, in edge blocks, columns past the keys get the index of the last
-        one: their scores count for nothing, but a callback may look them up in a table.
-        """
-        work, rows, first_col, is_edge = place
-        last_q, last_k = work.seqlen.seqlen_q - 1, cutlass.max(work.seqlen.seqlen_k - 1, 0)
-        for r in range(cute.size(S, mode=[0])):
-            h, q_idx = rows.heads[r], cutlass.min(rows.q_idx[r], last_q)
-            for i in range(0, cute.size(S, mode=[1]), callback.key.width):
-                columns = range(i, i + callback.key.width)
-                kv_idx = [(first_col, column_offset(c)) for c in columns]
-                if is_edge:
-                    kv_idx = [cutlass.min(col + offset, last_k) for col, offset in kv_idx]
-                yield [(r, c) for c in columns], (work.tile.batch, h, q_idx, kv_idx)
-
     def place(self, thread: Int32):
         """First row within the query tile and column within a key block of a consumer thread.
 
@@ -515,10 +344,6 @@ class FlashAttentionForwardSm90:
         """
         row = (thread // 32 - WARPS_PER_WARPGROUP) * ROWS_PER_WARP + thread % 32 // 4
         return row, 2 * (thread % 4)
-
-    def scale_log2(self, p: ForwardParams) -> Float32:
-        """Factor from the scores as `modify_scores` leaves them to powers of two."""
-        return Float32(softmax.LOG2_E) if self.spec.modifies_scores else p.scale_log2
 
     # -- from scores to weights: the steps that another kind of attention overrides
 
@@ -545,19 +370,6 @@ class FlashAttentionForwardSm90:
             self.weigh_exactly(p, c, pipes, v_state, acc_S)
         else:
             self.weigh_speculatively(p, c, pipes, v_state, acc_S)
-
-    @cute.jit
-    def close_rows(self, p: ForwardParams, c: Consumer, work: Work, rows: Rows, factor, lse):
-        """What a tile's rows of O must be multiplied by, and their log-sum-exp."""
-        sinks_log2 = None
-        if const_expr(self.spec.sink_dtype is not None):
-            sinks_log2 = tuple(p.mSink[h].to(Float32) * softmax.LOG2_E for h in rows.heads)
-            if const_expr(self.spec.is_split):  # it counts once
-                is_first = work.tile.split == 0
-                sinks_log2 = tuple(
-                    cutlass.select_(is_first, sink, -Float32.inf) for sink in sinks_log2
-                )
-        softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sinks_log2)
 
     @cute.jit
     def weigh_exactly(self, p: ForwardParams, c: Consumer, pipes: Pipes, v_state, acc_S):
@@ -626,30 +438,6 @@ class FlashAttentionForwardSm90:
         return v_state
 
     @cute.jit
-    def store(self, p: ForwardParams, c: Consumer, work: Work):
-        """Close the rows, scale them and write the tile."""
-        tile, seqlen = work.tile, work.seqlen
-        thread = fresh_thread_idx()
-        lane = thread % 32
-        rows = p.packing.rows(tile, self.place(thread)[0], ROWS_PER_THREAD, seqlen.seqlen_q)
-        factor = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        lse = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        self.close_rows(p, c, work, rows, factor, lse)
-        batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
-        if const_expr(self.spec.is_split):
-            batch += tile.split * (1 if self.spec.is_packed_q else p.sequences.batch)
-        if const_expr(self.spec.has_lse):
-            mLSE = cute.domain_offset((seqlen.offset_q, 0), p.mLSE[None, None, batch])
-            epilogue.store_lse(lse, mLSE, rows, lane, seqlen.seqlen_q)
-        O = as_rows_cols(c.acc_O)
-        softmax.scale_rows(O, factor)
-        mO = cute.domain_offset((seqlen.offset_q, 0, 0), p.mO[None, None, None, batch])
-        if const_expr(self.spec.is_split):
-            epilogue.store_floats(O, mO, rows, lane, seqlen.seqlen_q, p.head_dim_v)
-        else:
-            epilogue.store_output(O, mO, rows, lane, seqlen.seqlen_q, p.head_dim_v)
-
-    @cute.jit
     def round_weights(self, weights, rP):
         """P = weights in the input dtype; accumulator and A fragment share one element order."""
         words = cute.recast_tensor(rP, Int32)
@@ -660,17 +448,6 @@ class FlashAttentionForwardSm90:
         """A fresh accumulator per block: its registers are free between blocks."""
         shape = p.mma_qk.partition_shape_C((self.config.tile_m, self.config.tile_n))
         return cute.make_rmem_tensor(shape, Float32)
-
-    @cute.jit
-    def issue_gemm(self, tiled_mma: cute.TiledMma, acc, A, B, zero_init: cutlass.Constexpr[bool]):
-        """Start acc (+)= A B on the tensor cores and close the wgmma group."""
-        # A fresh atom: setting the field of a shared one would leak out of the caller's loop.
-        atom = cute.make_mma_atom(tiled_mma.op)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(A, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, not zero_init or k > 0)
-            cute.gemm(atom, acc, A[None, None, k], B[None, None, k], acc)
-        warpgroup.commit_group()
 
     # -- ping-pong
 
