@@ -14,7 +14,7 @@ Int64 = Annotated[int, "int64"]
 Float32 = Annotated[float, "float32"]
 Stream = Annotated[int, "stream"]
 
-NUM_ADDRESSES = 15  # they come first
+NUM_ADDRESSES = 16  # they come first
 
 
 class ForwardArguments(NamedTuple):
@@ -31,6 +31,7 @@ class ForwardArguments(NamedTuple):
             batch_idx, leftpad: (batch,) int32, row of the cache or of page_table and first key of
             each sequence; batch_k: the first extent of k and v
             split_counts: (batch,) int32, parts of each sequence's keys, 1 to num_splits
+            qv: like q with head_dim_v; with qv alone q and k are not there
     Units:  strides in elements; window bounds and chunk in keys; split_blocks in blocks of keys, 0
             for parts of equal numbers of blocks; scale_log2 is |softmax_scale| *
             log2(e); the signed softmax_scale where a score_mod works on scaled scores, with a
@@ -53,6 +54,7 @@ class ForwardArguments(NamedTuple):
     page_table: Address
     batch_idx: Address
     leftpad: Address
+    qv: Address
     split_counts: Address
     batch: Int32
     rows_q: Int32
@@ -67,6 +69,9 @@ class ForwardArguments(NamedTuple):
     q_stride_batch: Int64
     q_stride_seqlen: Int64
     q_stride_head: Int64
+    qv_stride_batch: Int64
+    qv_stride_seqlen: Int64
+    qv_stride_head: Int64
     k_stride_batch: Int64
     k_stride_seqlen: Int64
     k_stride_head: Int64

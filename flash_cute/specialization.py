@@ -42,12 +42,14 @@ class ForwardSpecialization:
     has_block_mask: bool = False
     has_full_blocks: bool = False
     block_mod: CallbackKey | None = None  # mask_mod of the block mask: partial blocks only
-    pack_heads: int = 1  # query heads of one key/value head in a tile
+    pack_heads: int = 1  # query heads of one key/value head in a tile; 0: all, heads fastest
     page_rows: int = 0  # keys of one load from a page; 1: gathered; 0 where keys are not paged
     is_split: bool = False  # the keys of a tile are split; partial results leave the kernel
     has_split_counts: bool = False  # into a number of parts that each sequence has of its own
     has_batch_idx: bool = False  # sequences lie in chosen rows of the cache or page table
     has_leftpad: bool = False  # and begin after a padding of their own
+    has_qv: bool = False  # scores are q·k + qv·v
+    is_only_qv: bool = False  # scores are qv·v: there are no q and k
 
     @property
     def modifies_scores(self) -> bool:
@@ -94,7 +96,10 @@ class ForwardSpecialization:
             "packedk": self.is_packed_k,
             "usedq": self.has_seqused_q,
             "usedk": self.has_seqused_k,
+            "qv": self.has_qv and not self.is_only_qv,
+            "onlyqv": self.is_only_qv,
             f"pack{self.pack_heads}": self.pack_heads > 1,
+            "packed": self.pack_heads == 0,
             f"pages{self.page_rows}": self.page_rows > 0,
             "split": self.is_split and not self.has_split_counts,
             "splits": self.has_split_counts,

@@ -88,7 +88,7 @@ class AttentionMask:
     def block_range(
         self,
         first_row: Int32,
-        num_rows: cutlass.Constexpr[int],
+        num_rows: Int32 | int,
         seqlen: SeqlenInfo,
         bounds: MaskBounds,
         outer: typing.Any = None,

@@ -66,11 +66,31 @@ def advance_row(
     if const_expr(is_first):
         row_sum[r] = block_sum
     else:
-        is_kept = new_max == row_max[r]
-        factor = exp2((row_max[r] - safe_max) * scale_log2)
-        o_scale[r] = cutlass.select_(is_kept, Float32(1.0), factor)
+        o_scale[r] = rise_factor(row_max[r], new_max, scale_log2)
         row_sum[r] = cute.math.fma(row_sum[r], o_scale[r], block_sum)
     row_max[r] = new_max
+
+
+@cute.jit
+def follow_max(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    o_scale: cute.Tensor,
+    new_max: list,
+    scale_log2: Float32,
+):
+    """Advance the running state to the maximum of a block that another thread has weighed."""
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        o_scale[r] = rise_factor(row_max[r], new_max[r], scale_log2)
+        row_sum[r] = row_sum[r] * o_scale[r]
+        row_max[r] = new_max[r]
+
+
+def rise_factor(old_max: Float32, new_max: Float32, scale_log2: Float32) -> Float32:
+    """What weights against old_max must be multiplied by to be against new_max."""
+    is_kept = new_max == old_max
+    factor = exp2((old_max - finite_or_zero(new_max)) * scale_log2)
+    return cutlass.select_(is_kept, Float32(1.0), factor)
 
 
 def row_values(scores: cute.Tensor, r: int) -> list:

@@ -58,7 +58,8 @@ class TileScheduler:
     num_ctas: Int32
     counter: cute.Pointer
     sequences: SequenceTable
-    tile_m: cutlass.Constexpr[int]  # queries of a tile
+    rows_per_query: Int32 | None  # one where it is None
+    tile_m: cutlass.Constexpr[int]  # rows of a tile
     is_even: cutlass.Constexpr[bool]
     is_split: cutlass.Constexpr[bool]
 
@@ -160,7 +161,10 @@ class TileScheduler:
     @cute.jit
     def m_blocks_of(self, batch: Int32) -> Int32:
         """Query blocks of a sequence; 0 past the last one."""
-        return (self.sequences.length_q(batch) + self.tile_m - 1) // self.tile_m
+        rows = self.sequences.length_q(batch)
+        if const_expr(self.rows_per_query is not None):
+            rows *= self.rows_per_query
+        return (rows + self.tile_m - 1) // self.tile_m
 
     @cute.jit
     def fetch(self) -> Int32:

@@ -116,16 +116,6 @@ class LaunchDescription:
         mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
         mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
         mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
-        lse_rows = Int64(args.rows_q)
-        mLSE = cute.make_tensor(
-            args.lse,
-            cute.make_layout(
-                (args.rows_q, args.num_heads_q, args.batch * args.num_splits),
-                stride=(1, lse_rows, lse_rows * args.num_heads_q),
-            ),
-        )
-        mSink = cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q))
-        sequences = self.sequence_table(args)
         captured, more = self.captured(more)
         positions = config.positions(spec)
         page_rows = tile_n if spec.gathers_keys else spec.page_rows or tile_n
@@ -138,35 +128,56 @@ class LaunchDescription:
             v=self.tma_operand(mV, (tile_n, spec.tile_dv, stages), page_rows),
             mK=mK if spec.gathers_keys else None,
             mV=mV if spec.gathers_keys else None,
-            mO=self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
-            mLSE=mLSE,
-            mSink=mSink,
             mma_qk=self.tiled_mma(config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
             mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
-            scheduler=TileScheduler(
-                num_m_blocks=(args.rows_q + positions - 1) // positions,
-                num_heads=args.num_heads_kv * packing.packs,
+            packing=packing,
+            **self.common(args, packing.packs, positions),
+            captured=captured,
+            blocks=self.block_lists(args, more),
+        )
+
+    def common(
+        self, args: ForwardArguments, packs, tile_m: int, rows_per_query=None
+    ) -> dict[str, typing.Any]:
+        """Results, tiles, lengths and numbers, by their names in the parameters of every kernel.
+
+        Args:
+            packs: of the query heads of a key/value head; a sequence has tiles for each.
+            tile_m: rows of a tile, of which a query takes rows_per_query, one if that is None.
+        """
+        sequences = self.sequence_table(args)
+        num_rows = args.rows_q if rows_per_query is None else args.rows_q * rows_per_query
+        lse_rows = Int64(args.rows_q)
+        lse_layout = cute.make_layout(
+            (args.rows_q, args.num_heads_q, args.batch * args.num_splits),
+            stride=(1, lse_rows, lse_rows * args.num_heads_q),
+        )
+        return {
+            "mO": self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
+            "mLSE": cute.make_tensor(args.lse, lse_layout),
+            "mSink": cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q)),
+            "scheduler": TileScheduler(
+                num_m_blocks=(num_rows + tile_m - 1) // tile_m,
+                num_heads=args.num_heads_kv * packs,
                 num_splits=args.num_splits,
                 split_counts=self.split_counts(args),
                 section=args.section,
                 num_ctas=args.num_ctas,
                 counter=args.tile_counter,
                 sequences=sequences,
-                tile_m=positions,
-                is_even=not (spec.is_packed_q or spec.has_split_counts),
-                is_split=spec.is_split,
+                rows_per_query=rows_per_query,
+                tile_m=tile_m,
+                is_even=not (self.spec.is_packed_q or self.spec.has_split_counts),
+                is_split=self.spec.is_split,
             ),
-            split_blocks=args.split_blocks,
-            sequences=sequences,
-            bounds=MaskBounds(args.window_left, args.window_right, args.chunk),
-            head_dim_v=args.head_dim_v,
-            packing=packing,
-            pages=self.page_table(args),
-            scale_log2=args.scale_log2,
-            softcap=args.softcap,
-            captured=captured,
-            blocks=self.block_lists(args, more),
-        )
+            "split_blocks": args.split_blocks,
+            "sequences": sequences,
+            "bounds": MaskBounds(args.window_left, args.window_right, args.chunk),
+            "head_dim_v": args.head_dim_v,
+            "pages": self.page_table(args),
+            "scale_log2": args.scale_log2,
+            "softcap": args.softcap,
+        }
 
     def captured(self, args):
         """The tensors that callbacks captured, and the arguments that follow theirs."""
@@ -232,23 +243,28 @@ class LaunchDescription:
         )
         return cute.make_tensor(getattr(args, name), layout)
 
-    def tma_operand(self, tensor, ring, box_rows) -> TmaOperand:
-        """An operand's swizzled ring of (rows, dim, stages) tiles; a TMA fills box_rows of one."""
+    def smem_layout(self, ring) -> cute.ComposedLayout:
+        """The swizzled layout of a ring of (rows, dim, stages) tiles."""
         kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, ring[1])
         atom_layout = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        layout = cute.tile_to_shape(atom_layout, ring, order=(0, 1, 2))
-        box = cute.composition(layout.outer, (box_rows, *ring[1:]))
+        return cute.tile_to_shape(atom_layout, ring, order=(0, 1, 2))
+
+    def tma_operand(self, tensor, ring, box_rows, box_dim=None) -> TmaOperand:
+        """An operand's ring of (rows, dim, stages) tiles; a TMA fills box_rows x box_dim of one."""
+        layout = self.smem_layout(ring)
+        box_dim = ring[1] if box_dim is None else box_dim
+        box = cute.composition(layout.outer, (box_rows, box_dim, ring[2]))
         atom, coordinates = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             tensor,
             cute.make_composed_layout(layout.inner, 0, cute.select(box, mode=[0, 1])),
-            (box_rows, ring[1]),
+            (box_rows, box_dim),
         )
         return TmaOperand(atom, coordinates, layout, box)
 
     def tiled_mma(self, tile_n, a_source, b_major) -> cute.TiledMma:
-        """64 rows per consumer warpgroup; f32 accumulators."""
+        """64 rows of each warpgroup that takes part; f32 accumulators."""
         op = warpgroup.MmaF16BF16Op(
             self.dtype, Float32, (64, tile_n, 16), a_source, OperandMajorMode.K, b_major
         )
-        return cute.make_tiled_mma(op, (self.config.num_mma_warpgroups, 1, 1))
+        return cute.make_tiled_mma(op, (self.config.tile_m // 64, 1, 1))
