@@ -42,7 +42,7 @@ class ForwardSpecialization:
     has_block_mask: bool = False
     has_full_blocks: bool = False
     block_mod: CallbackKey | None = None  # mask_mod of the block mask: partial blocks only
-    pack_heads: int = 1  # query heads of one key/value head in a tile; 0: all, heads fastest
+    pack_heads: int = 1  # query heads of one key/value head in a tile, with qv at most
     page_rows: int = 0  # keys of one load from a page; 1: gathered; 0 where keys are not paged
     is_split: bool = False  # the keys of a tile are split; partial results leave the kernel
     has_split_counts: bool = False  # into a number of parts that each sequence has of its own
@@ -99,7 +99,6 @@ class ForwardSpecialization:
             "qv": self.has_qv and not self.is_only_qv,
             "onlyqv": self.is_only_qv,
             f"pack{self.pack_heads}": self.pack_heads > 1,
-            "packed": self.pack_heads == 0,
             f"pages{self.page_rows}": self.page_rows > 0,
             "split": self.is_split and not self.has_split_counts,
             "splits": self.has_split_counts,

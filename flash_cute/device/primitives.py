@@ -157,6 +157,14 @@ def copy_or_zero(slot: Int32, source: Int64, is_wanted: Boolean):
     )
 
 
+def swizzle_128(address: Int32) -> Int32:
+    """Where the 128-byte swizzle puts what lies at an address of a tile that starts at 1024 bytes.
+
+    Accesses through a swizzled pointer do this by themselves; its plain address does not say it.
+    """
+    return address ^ (address >> 3 & 0x70)
+
+
 @cute.jit
 def arrive_if(barrier: Int32):
     """Arrive at the barrier of that address in shared memory; 0 is none."""

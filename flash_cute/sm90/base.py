@@ -255,12 +255,25 @@ class AttentionKernelSm90:
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def issue_gemm(self, tiled_mma: cute.TiledMma, acc, A, B, zero_init: cutlass.Constexpr[bool]):
-        """Start acc (+)= A B on the tensor cores and close the wgmma group."""
+    def issue_gemm(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc,
+        A,
+        B,
+        zero_init: cutlass.Constexpr[bool],
+        part: cutlass.Constexpr = (0, 1),
+    ):
+        """Start acc (+)= A B on the tensor cores and close the wgmma group.
+
+        Args:
+            part: (i, n) for the part number i of n equal ones of the inner extent.
+        """
         # A fresh atom: setting the field of a shared one would leak out of the caller's loop.
         atom = cute.make_mma_atom(tiled_mma.op)
         warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(A, mode=[2])):
-            atom.set(warpgroup.Field.ACCUMULATE, not zero_init or k > 0)
+        size = cute.size(A, mode=[2]) // part[1]
+        for k in cutlass.range_constexpr(part[0] * size, (part[0] + 1) * size):
+            atom.set(warpgroup.Field.ACCUMULATE, not zero_init or k > part[0] * size)
             cute.gemm(atom, acc, A[None, None, k], B[None, None, k], acc)
         warpgroup.commit_group()

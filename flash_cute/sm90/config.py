@@ -6,6 +6,7 @@ Pure Python: readable and checkable without the DSL, a driver or a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from flash_cute.specialization import ForwardSpecialization
 
@@ -15,6 +16,7 @@ REGISTERS_PER_SM = 65_536
 THREADS_PER_WARPGROUP = 128
 ELEMENT_BYTES = 2
 TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # head dims are rounded up to one of these
+MLA_TILE_D, MLA_TILE_DV = 64, 512  # head dims of q and k, and of qv and v, are rounded up to these
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,71 @@ class ForwardConfigSm90:
             self.regs_load + self.num_mma_warpgroups * self.regs_mma
         )
         registers *= self.ctas_per_sm
+        if registers > REGISTERS_PER_SM:
+            broken.append(f"registers are {registers}, at most {REGISTERS_PER_SM}")
+        return broken
+
+
+@dataclass(frozen=True)
+class MlaConfigSm90:
+    """One way to run the SM90 kernel for qv.
+
+    Shapes: a CTA owns 64 rows, of (query, head) pairs, x (all keys), visited tile_n keys at a time;
+            its two consumer warpgroups own half of the columns of the output each.
+    """
+
+    tile_n: int = 64
+    num_stages: int = 2
+    regs_load: int = 56
+    regs_mma: int = 224
+    rescale_threshold: float = 8.0  # as in ForwardConfigSm90
+
+    tile_m: ClassVar[int] = 64
+    num_mma_warpgroups: ClassVar[int] = 2
+    num_threads: ClassVar[int] = 3 * THREADS_PER_WARPGROUP
+    ctas_per_sm: ClassVar[int] = 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and keys of one block of scores."""
+        return self.tile_m, self.tile_n
+
+    def positions(self, spec: ForwardSpecialization) -> int:
+        """Queries of each head in a tile, at least; where no head is packed all rows."""
+        return self.tile_m // spec.pack_heads
+
+    def smem_bytes(self, spec: ForwardSpecialization) -> int:
+        """Bytes of shared memory for Q, the ring of keys and values, row maxima and barriers."""
+        dims = spec.tile_d + spec.tile_dv
+        return (self.tile_m + self.num_stages * self.tile_n) * dims * ELEMENT_BYTES + 4096
+
+    def check(self, spec: ForwardSpecialization) -> list[str]:
+        """Broken rules as sentences; an empty list means the config can run `spec`."""
+        broken: list[str] = []
+        if self.tile_n not in (32, 64):
+            broken.append(f"tile_n is {self.tile_n}, expected 32 or 64: weights lie where keys did")
+        if self.num_stages < 2:
+            broken.append(f"num_stages is {self.num_stages}, expected at least 2")
+        if (spec.tile_d, spec.tile_dv) != (MLA_TILE_D, MLA_TILE_DV):
+            broken.append(
+                f"tiled head dims are ({spec.tile_d}, {spec.tile_dv}), expected "
+                f"({MLA_TILE_D}, {MLA_TILE_DV})"
+            )
+        if not spec.has_qv or spec.has_block_mask or spec.score_mod or spec.mask_mod:
+            broken.append("it is for qv, without callbacks and block masks")
+        if spec.is_split and not spec.has_lse:
+            broken.append("the keys are split: lse is needed")
+        if spec.page_rows % 8 or (spec.page_rows and self.tile_n % spec.page_rows):
+            broken.append(
+                f"rows of a page's load are {spec.page_rows}, expected a multiple of 8 that "
+                f"divides tile_n, {self.tile_n}"
+            )
+        if not 1 <= spec.pack_heads <= self.tile_m:
+            broken.append(f"heads a tile are {spec.pack_heads}, at most {self.tile_m}")
+        smem = self.smem_bytes(spec)
+        if smem > SMEM_BYTES:
+            broken.append(f"shared memory is {smem} bytes, at most {SMEM_BYTES}")
+        registers = THREADS_PER_WARPGROUP * (self.regs_load + 2 * self.regs_mma)
         if registers > REGISTERS_PER_SM:
             broken.append(f"registers are {registers}, at most {REGISTERS_PER_SM}")
         return broken

@@ -112,20 +112,15 @@ class FollowingWarp(GatheringWarp):
     def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
         """All tiles that the leader announces."""
         self.start()
-        producer, consumer = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
-        q_state = pipeline.make_pipeline_state(producer, 1)
-        k_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
-        v_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
-        tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
+        states = self.start_states()
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, TILE_STAGES)
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             said = self.exchange.receive(smem, tile_state.index)
             pipes.tile.consumer_release(tile_state)
             lists = self.open_lists(p, said.tile)
-            q_state, k_state, v_state, _ = self.load_tile(
-                p, smem, pipes, (q_state, k_state, v_state), said.tile, said.seqlen, lists
-            )
+            states, _ = self.load_tile(p, smem, pipes, states, said.tile, said.seqlen, lists)
             tile_state.advance()
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]

@@ -18,7 +18,7 @@ class Keys(typing.NamedTuple):
     """Where the keys and values of a tile are.
 
     Shapes: k, v: shared and device memory, as ``LoadWarp.partition_tma``; the ring of shared memory
-            alone where keys are paged
+            and the column of its boxes where keys are paged
     """
 
     k: typing.Any
@@ -38,29 +38,30 @@ class LoadWarp:
     @cute.jit
     def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
         """All tiles of the CTA, their blocks in the order in which `mma` consumes them."""
-        producer = pipeline.PipelineUserType.Producer
-        q_state = pipeline.make_pipeline_state(producer, 1)
-        k_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
-        v_state = pipeline.make_pipeline_state(producer, self.config.num_stages)
-        tile_state = pipeline.make_pipeline_state(producer, TILE_STAGES)
+        states = self.start_states()
+        tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_STAGES)
         announce = self.exchange.announce
         tile_idx = cute.arch.block_idx()[0]
         tile, cursor = p.scheduler.locate(tile_idx, Cursor(Int32(0), Int32(0)))
         while tile.m_block >= 0:
             following = Int32(0)
             seqlen = p.sequences.of(tile.batch)
-            if tile.m_block * p.packing.positions < seqlen.seqlen_q:
+            first_query, _ = p.packing.queries(tile)
+            if first_query < seqlen.seqlen_q:
                 lists = self.open_lists(p, tile)
                 tile_state = announce(smem, pipes, tile_state, tile, seqlen, lists[0])
-                q_state, k_state, v_state, following = self.load_tile(
-                    p, smem, pipes, (q_state, k_state, v_state), tile, seqlen, lists
-                )
+                states, following = self.load_tile(p, smem, pipes, states, tile, seqlen, lists)
             else:
                 following = self.fetch_tile(p)
             tile_idx = cute.arch.shuffle_sync(following, 0)
             tile, cursor = p.scheduler.locate(tile_idx, cursor)
         announce(smem, pipes, tile_state, tile, SeqlenInfo(*[Int32(0)] * 4), ())
         p.scheduler.close(tile_idx, cursor)
+
+    def start_states(self):
+        """The states of the rings that the warp fills."""
+        producer, num_stages = pipeline.PipelineUserType.Producer, self.config.num_stages
+        return tuple(pipeline.make_pipeline_state(producer, n) for n in (1, num_stages, num_stages))
 
     @cute.jit
     def fetch_tile(self, p: ForwardParams) -> Int32:
@@ -113,11 +114,7 @@ class LoadWarp:
                 v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block, page)
                 n_block, page = place.n_block, next_page
         else:
-            tile_m = p.packing.positions
-            blocks = self.mask.block_range(tile.m_block * tile_m, tile_m, seqlen, p.bounds)
-            if const_expr(self.spec.is_split):
-                part = (tile.split, tile.num_splits, p.split_blocks)
-                blocks, _ = self.mask.split_range(blocks, *part)
+            blocks = self.blocks_of(p, tile, seqlen)
             last, n_block = blocks.end - 1, blocks.begin
             page, next_page = self.page_of(p, keys, last), self.page_of(p, keys, last - 1)
             k_state = self.load_block(p, p.k, pipes.k, k_state, keys, keys.k, last, page)
@@ -131,7 +128,16 @@ class LoadWarp:
                 page, next_page = next_page, after_next
         next_tile = self.fetch_tile(p)  # its latency passes while a stage gets free
         v_state = self.load_block(p, p.v, pipes.v, v_state, keys, keys.v, n_block, page)
-        return q_state, k_state, v_state, next_tile
+        return (q_state, k_state, v_state), next_tile
+
+    @cute.jit
+    def blocks_of(self, p: ForwardParams, tile: Tile, seqlen):
+        """The blocks of keys of a tile."""
+        blocks = self.mask.block_range(*p.packing.queries(tile), seqlen, p.bounds)
+        if const_expr(self.spec.is_split):
+            part = (tile.split, tile.num_splits, p.split_blocks)
+            blocks, _ = self.mask.split_range(blocks, *part)
+        return blocks
 
     @cute.jit
     def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
@@ -153,7 +159,7 @@ class LoadWarp:
         head = p.packing.kv_head(tile)
         row = 0 if self.spec.is_packed_k else p.sequences.row_k(tile.batch)
         if self.spec.page_rows:
-            return Keys(smem.sK, smem.sV, head, row, seqlen)
+            return Keys((smem.sK, 0), (smem.sV, 0), head, row, seqlen)
         origin = (seqlen.offset_k, head, row)
         k = self.partition_tma(p.k, smem.sK, origin)
         v = self.partition_tma(p.v, smem.sV, origin)
@@ -171,8 +177,11 @@ class LoadWarp:
         """The part of a tile that one copy fills, from first_row on."""
         return cute.make_tensor(cute.domain_offset((first_row, 0, 0), smem).iterator, operand.box)
 
-    def partition_tma(self, operand: TmaOperand, smem, origin):
-        """(TMA, stage) of shared memory and (TMA, block) of one head, for `copy`."""
+    def partition_tma(self, operand: TmaOperand, smem, origin, column: int = 0):
+        """(TMA, stage) of shared memory and (TMA, block) of one head, for `copy`.
+
+        column: of boxes, where one does not have the whole head dim
+        """
         box = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
         first_row, head, batch = origin
         gX = cute.domain_offset((first_row, 0), operand.tensor[None, None, head, batch])
@@ -181,7 +190,7 @@ class LoadWarp:
             0,
             cute.make_layout(1),
             cute.group_modes(smem, 0, 2),
-            cute.group_modes(cute.local_tile(gX, box, (None, 0)), 0, 2),
+            cute.group_modes(cute.local_tile(gX, box, (None, column)), 0, 2),
         )
 
     def copy(self, operand: TmaOperand, pipe, state, from_gmem, to_smem):
@@ -207,19 +216,25 @@ class LoadWarp:
             page: of the block, as `page_of`.
         """
         pipe.producer_acquire(state)
+        self.fill(p, operand, pipe, state, keys, place, block, page)
+        state.advance()
+        return state
+
+    @cute.jit
+    def fill(self, p, operand: TmaOperand, pipe, state, keys: Keys, place, block, page):
+        """Start the copies of one operand of a block into the stage of a state."""
         if const_expr(self.spec.page_rows > 0):
+            ring, column = place
             first_key = block * self.config.tile_n
             for i in cutlass.range_constexpr(self.config.tile_n // self.spec.page_rows):
                 origin = (0, keys.head, cute.arch.shuffle_sync(page, i))
-                smem = self.part_of(place, i * self.spec.page_rows, operand)
-                to_smem, from_gmem = self.partition_tma(operand, smem, origin)
+                smem = self.part_of(ring, i * self.spec.page_rows, operand)
+                to_smem, from_gmem = self.partition_tma(operand, smem, origin, column)
                 piece = p.pages.piece(first_key, i)
                 self.copy(operand, pipe, state, from_gmem[None, piece], to_smem)
         else:
             to_smem, from_gmem = place
             self.copy(operand, pipe, state, from_gmem[None, block], to_smem)
-        state.advance()
-        return state
 
     @cute.jit
     def load_listed(

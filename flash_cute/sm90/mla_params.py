@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_cute.arguments import ForwardArguments
@@ -35,6 +35,7 @@ class MlaParams:
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
     scheduler: TileScheduler
+    split_blocks: Int32
     sequences: SequenceTable
     bounds: MaskBounds
     head_dim_v: Int32
@@ -53,11 +54,11 @@ class MlaDescription(LaunchDescription):
         spec, config = self.spec, self.config
         tile_m, tile_n, stages = config.tile_m, config.tile_n, config.num_stages
         group = args.num_heads_q // args.num_heads_kv
-        width = Int32(1) if spec.pack_heads == 1 else group
+        width = group if const_expr(spec.pack_heads > 1) else Int32(1)
         packing = HeadsFastest(group // width, width, tile_m)
         page_rows = spec.page_rows or tile_n
         mQ = k = None
-        if not spec.is_only_qv:
+        if const_expr(not spec.is_only_qv):
             mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
             mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
             k = self.tma_operand(mK, (tile_n, spec.tile_d, stages), page_rows)

@@ -80,7 +80,7 @@ class LaunchDescription:
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
         data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
-        data |= dict.fromkeys(("q", "k", "v", "out"), self.dtype)
+        data |= dict.fromkeys(("q", "qv", "k", "v", "out"), self.dtype)
         if self.spec.is_split:
             data["out"] = Float32
 
