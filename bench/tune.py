@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -98,10 +98,11 @@ def with_section(plan: Any, shape: Shape, factor: float) -> Any:
 def choices(shape: Shape, arch: str) -> list[Choice]:
     """The default of a shape on a target, then all that differs from it in one number."""
     from flash_cute import selection
+    from flash_cute.sm90.config import ForwardConfigSm90
     from flash_cute.target import Target
 
     key = selection.key_for(shapes.problem_of(shape, "cpu"), Target.from_arch(arch))
-    config = key.config
+    config = cast(ForwardConfigSm90, key.config)
     changed = [(f"tile_n {config.tile_n + s}", {"tile_n": config.tile_n + s}) for s in TILE_N_STEPS]
     changed += [
         (f"{config.num_stages + s} stages", {"num_stages": config.num_stages + s}) for s in (-1, 1)

@@ -111,7 +111,7 @@ def flash_attn_func(
     """
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, split_size, sm_margin, return_lse)
-    extras = launch.NO_EXTRAS if sink is None else (*[None] * 4, sink, *[None] * 3)
+    extras = launch.NO_EXTRAS if sink is None else (*[None] * 4, sink, *[None] * 4)
     mods = modifiers.given(score_mod, mask_mod, block_mask)
     others = (mask, numbers, kernel)
     result, key = launch.recall(q, k, v, others, extras, mods, out, scheduler_metadata)
@@ -203,7 +203,7 @@ def flash_attn_varlen_func(
     # Without the hints: they change from call to call, and nothing depends on them.
     mask = (causal, window_size, attention_chunk)
     numbers = (softmax_scale, softcap, pack_gqa, num_splits, split_size, sm_margin, return_lse)
-    extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink, page_table, None, None)
+    extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink, page_table, *[None] * 3)
     mods = modifiers.given(score_mod, mask_mod, block_mask)
     others = (mask, numbers, kernel)
     result, key = launch.recall(q, k, v, others, extras, mods, out, scheduler_metadata)

@@ -96,7 +96,7 @@ class CacheArguments:
 class CacheRequest:
     """One validated call.
 
-    `problem` and `inputs` are the call as a kernel sees it, but for new keys, rotation and qv.
+    `problem` and `inputs` are the call as a kernel sees it, but for new keys and rotation.
     Where `is_plain` is False, `reference_cache.lower` makes a request that the reference runs.
     """
 
@@ -179,6 +179,7 @@ def cache_request(arguments: CacheArguments, options: Options) -> CacheRequest:
         page_table=a.page_table,
         batch_idx=a.cache_batch_idx,
         leftpad=a.cache_leftpad,
+        qv=a.qv,
     )
     others = (a.qv, a.k, a.v, a.rotary_cos, a.rotary_sin)
     problem = dataclasses.replace(
@@ -188,6 +189,7 @@ def cache_request(arguments: CacheArguments, options: Options) -> CacheRequest:
         has_batch_idx=a.cache_batch_idx is not None,
         has_leftpad=a.cache_leftpad is not None,
         has_qv=a.qv is not None,
+        is_only_qv=a.only_qv,
         requires_grad=problem.requires_grad or takes_part_in_autograd(*others),
     )
     if problem.has_new_keys and problem.requires_grad:

@@ -133,20 +133,23 @@ def flash_attn_with_kvcache(
             are checked on the CPU only, as in flash_attn_varlen_func.
     """
     key = None
-    rare: tuple[object, ...] = (k, v, qv, rotary_cos, rotary_sin, rotary_seqlens)
+    rare: tuple[object, ...] = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
     rare += (cu_seqlens_k_new, q_descale, k_descale, v_descale, aux_tensors)
     is_rare = any([argument is not None for argument in rare])
-    if q is not None and k_cache is not None and v_cache is not None and not is_rare:
-        seqused = _seqused(cache_seqlens, q, k_cache, cu_seqlens_q, page_table)
+    query, keys = q, k_cache
+    if only_qv and q is None and k_cache is None:
+        query, keys = qv, v_cache
+    if query is not None and keys is not None and v_cache is not None and not is_rare:
+        seqused = _seqused(cache_seqlens, query, keys, cu_seqlens_q, page_table)
         if seqused is not None or cache_seqlens is None:
             mask = (causal, window_size, attention_chunk)
             numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_softmax_lse)
             settings = ("kvcache", ver, sm_margin, rotary_interleaved, only_qv)
             extras = (cu_seqlens_q, None, None, seqused, sinks, page_table)
-            extras += (cache_batch_idx, cache_leftpad)
+            extras += (cache_batch_idx, cache_leftpad, qv)
             given = modifiers.given(score_mod, None, block_mask)
             everything = (mask, numbers, settings)
-            operands = (q, k_cache, v_cache)
+            operands = (query, keys, v_cache)
             result, key = launch.recall(
                 *operands, everything, extras, given, out, scheduler_metadata
             )

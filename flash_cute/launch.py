@@ -45,9 +45,11 @@ EXTRAS = (
     "page_table",
     "batch_idx",
     "leftpad",
+    "qv",
 )
 NO_EXTRAS: Extras = (None,) * len(EXTRAS)
 _NO_ADDRESSES: Addresses = (0,) * len(EXTRAS)
+_QV = EXTRAS.index("qv")  # an operand: aligned like q, k and v
 
 Key = tuple[Hashable, ...]  # the key of the modifiers comes first
 
@@ -88,13 +90,15 @@ def recall(
         ):
             return None, None
         layouts = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
-        if out is not None:
-            if not _is_writable(out, qkv, dtype, index):
-                return None, None
-            layouts += (out.shape, out.stride())
         addresses, extra_layouts = _NO_ADDRESSES, None
         if extras is not NO_EXTRAS:
             addresses, extra_layouts = _describe(extras)
+            if addresses[_QV] % ALIGNMENT:
+                return None, None
+        if out is not None:
+            if not _is_writable(out, (*qkv, addresses[_QV]), dtype, index):
+                return None, None
+            layouts += (out.shape, out.stride())
     except AttributeError:  # no tensor: validation names it
         return None, None
     modifiers = modifiers_key = None
@@ -130,13 +134,13 @@ def _rows(q: torch.Tensor, k: torch.Tensor, page_table: torch.Tensor | None) -> 
 
 
 def _is_writable(
-    out: torch.Tensor, qkv: tuple[int, ...], dtype: torch.dtype, device_index: int
+    out: torch.Tensor, operands: Addresses, dtype: torch.dtype, device_index: int
 ) -> bool:
     """Whether a kernel can write into a given tensor, and validation has nothing against it."""
     address = out.data_ptr()
     return not (
         address % ALIGNMENT
-        or address in qkv
+        or address in operands
         or out.dtype is not dtype
         or out.get_device() != device_index
         or (out.requires_grad and torch.is_grad_enabled())
@@ -195,7 +199,7 @@ def _is_remembered(key: Key, given: AttentionInputs, inputs: AttentionInputs) ->
     """Whether a plan for `inputs` is right for all calls of a key: the inputs are the given ones,
     and their callbacks and blocks still those of the key, which another thread may have changed.
     """
-    names = ("q", "k", "v", "sink", "out", "block_mask")
+    names = ("q", "k", "v", "qv", "sink", "out", "block_mask")
     if any(getattr(given, name) is not getattr(inputs, name) for name in names):
         return False
     modifiers = inputs.modifiers
@@ -232,8 +236,8 @@ def _readable(inputs: AttentionInputs) -> AttentionInputs:
     """Copy what no kernel can read as it lies; drop an out that none can write."""
     changed: dict[str, Any] = {
         name: tensor.clone(memory_format=torch.contiguous_format)
-        for name in ("q", "k", "v")
-        if not is_readable(tensor := getattr(inputs, name))
+        for name in ("q", "k", "v", "qv")
+        if (tensor := getattr(inputs, name)) is not None and not is_readable(tensor)
     }
     if inputs.out is not None and not is_readable(inputs.out):
         changed["out"] = None

@@ -58,6 +58,7 @@ def get_scheduler_metadata(
             ``flash_attn_with_kvcache``. cache_seqlens does not count new keys.
         page_size: of a paged cache.
         max_seqlen_k_new: new keys of each sequence, without cu_seqlens_k_new.
+        headdim, headdim_v: of q and v; with a headdim_v above headdim for calls with qv.
         has_softcap: whether softcap is above 0.
         num_splits: parts of the keys of every sequence; 0 counts them.
         split_size: as in ``flash_attn_func``.
@@ -87,6 +88,7 @@ def get_scheduler_metadata(
         mean_q=max_seqlen_q,
         has_seqused_k=True,
         has_leftpad=cache_leftpad is not None,
+        has_qv=headdim_v is not None and headdim_v > headdim,
         page_size=page_size,
         pack_gqa=pack_gqa,
         num_splits=num_splits,

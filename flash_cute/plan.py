@@ -177,6 +177,7 @@ def make_plan(
     p, q, k, out = problem, inputs.q, inputs.k, inputs.out
     out_shape = (*q.shape[:-1], p.head_dim_v)
     lse_shape = result_lse_shape(problem, inputs) if p.return_lse else None
+    qv = q if inputs.qv is None else inputs.qv
     rows_q = q.shape[-3]
     packs = heads_of(p, kernel_key.spec)
     positions, tile_n = kernel_key.config.positions(kernel_key.spec), kernel_key.config.tile_n
@@ -199,6 +200,7 @@ def make_plan(
         **dict.fromkeys(ForwardArguments._fields[:NUM_ADDRESSES], 0),
         **_sizes(problem, inputs),
         **_strides("q", q.shape, q.stride()),
+        **_strides("qv", qv.shape, qv.stride()),
         **_strides("k", k.shape, k.stride()),
         **_strides("v", inputs.v.shape, inputs.v.stride()),
         **_strides("out", *written),

@@ -113,6 +113,7 @@ class AttentionProblem:
     has_batch_idx: bool = False
     has_leftpad: bool = False
     has_qv: bool = False
+    is_only_qv: bool = False  # there are no q and k; head_dim is that of v then
     pack_gqa: bool | None = None
     num_splits: int = 1
     split_size: int = 0
@@ -178,6 +179,8 @@ class AttentionProblem:
         for name in ("mean_q", "room_k"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0)
+        if self.is_only_qv and not self.has_qv:
+            refuse("is_only_qv", True, False, "has_qv is False")
         if self.softcap < 0:
             refuse("softcap", self.softcap, "0 (none) or a positive number")
         if self.pack_gqa is not None:
@@ -326,7 +329,8 @@ class AttentionInputs:
             int32 contiguous; page_table (batch, max_pages) int32; batch_idx, leftpad (batch,) int32
             contiguous: row of the cache or page_table, and first key, of each sequence; sink
             (num_heads_q,) contiguous
-            q, k, v, out and page_table have last stride 1 and any other strides
+            qv like q with head_dim_v; where it is alone it stands in the place of q, and v of k
+            q, k, v, qv, out and page_table have last stride 1 and any other strides
     Units:  the callbacks are those of the functions of the same name, on a GPU only; those of the
             block mask's own mask_mod are in block_callback
     """
@@ -341,6 +345,7 @@ class AttentionInputs:
     page_table: torch.Tensor | None = None
     batch_idx: torch.Tensor | None = None
     leftpad: torch.Tensor | None = None
+    qv: torch.Tensor | None = None
     sink: torch.Tensor | None = None
     score_mod: Callable[..., Any] | None = None
     mask_mod: Callable[..., Any] | None = None

@@ -7,6 +7,7 @@ dtype). What no kernel covers is refused with what each one lacks. The same tabl
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -26,14 +27,17 @@ from flash_cute.variant import CallbackKey
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPE_NAMES = {**DTYPE_NAMES, torch.float32: "fp32"}
+PAGE_STEP = 8  # keys that TMA loads at once at least: the row group of the swizzle
 
 
 @dataclass(frozen=True)
 class Declaration:
     """What one kernel class can do, as the support table shows it.
 
-    Units: head dims are multiples of `head_dim_step` up to `max_head_dim`; head_dim_v is at most
-           head_dim, both after rounding up to one of `tile_head_dims`.
+    Units: head dims are multiples of `head_dim_step`, rounded up to one of `tile_head_dims`;
+           head_dim_v likewise to one of `tile_head_dims_v` or, without any, to one of those of
+           head_dim that is at most as large. `needs` is what calls ask for that the kernel is for;
+           others are not its business. Without `gathers_keys` keys are loaded by 8 and more.
     """
 
     kernel: str
@@ -43,15 +47,24 @@ class Declaration:
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     head_dim_step: int = 8
     tile_head_dims: tuple[int, ...] = sm90.TILE_HEAD_DIMS
+    tile_head_dims_v: tuple[int, ...] = ()
+    needs: frozenset[Feature] = frozenset()
+    gathers_keys: bool = True
 
-    @property
-    def max_head_dim(self) -> int:
-        """The largest head dim."""
-        return self.tile_head_dims[-1]
+    def tile_of(self, p: AttentionProblem) -> tuple[int, int]:
+        """Round the head dims up to ones that have tiles; a head dim of q that is not there to any.
 
-    def tile_head_dim(self, head_dim: int) -> int:
-        """Round a head dim up to one that has tiles."""
-        return next(tile for tile in self.tile_head_dims if tile >= head_dim)
+        Contract: the kernel lacks nothing for the problem.
+        """
+        tiles_v = self.tile_head_dims_v or self.tile_head_dims
+        tile_d = (
+            self.tile_head_dims[0] if p.is_only_qv else _round_up(p.head_dim, self.tile_head_dims)
+        )
+        return tile_d, _round_up(p.head_dim_v, tiles_v)
+
+    def serves(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel is for calls of this kind."""
+        return self.needs <= problem.required_features()
 
     @property
     def loaded_class(self) -> type[Any] | None:
@@ -76,19 +89,43 @@ class Declaration:
         missing += sorted(f.value for f in problem.required_features() - self.features)
         if DTYPE_NAMES.get(problem.dtype) not in self.dtypes:
             missing.append(f"dtype {problem.dtype} (has {', '.join(self.dtypes)})")
-        return missing + self._lacks_head_dims(problem.head_dim, problem.head_dim_v)
+        missing += [f"calls without {f.value}" for f in self.needs - problem.required_features()]
+        return missing + self._lacks_pages(problem) + self._lacks_head_dims(problem)
 
-    def _lacks_head_dims(self, head_dim: int, head_dim_v: int) -> list[str]:
-        step, largest = self.head_dim_step, self.max_head_dim
-        for name, dim in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+    def _lacks_pages(self, p: AttentionProblem) -> list[str]:
+        if self.gathers_keys or p.page_size is None:
+            return []
+        missing: list[str] = []
+        if p.page_size % PAGE_STEP:
+            nearest = -(-p.page_size // PAGE_STEP) * PAGE_STEP
+            missing.append(
+                f"page_size {p.page_size} (has multiples of {PAGE_STEP}; nearest {nearest})"
+            )
+        if p.has_leftpad:
+            missing.append("leftpad in pages")
+        return missing
+
+    def _lacks_head_dims(self, p: AttentionProblem) -> list[str]:
+        step, tiles = self.head_dim_step, self.tile_head_dims
+        dims = {"head_dim": (p.head_dim, tiles[-1])}
+        dims["head_dim_v"] = (p.head_dim_v, (self.tile_head_dims_v or tiles)[-1])
+        if p.is_only_qv:
+            del dims["head_dim"]
+        for name, (dim, largest) in dims.items():
             if dim % step or not step <= dim <= largest:
                 nearest = min(largest, -(-dim // step) * step)
                 return [
                     f"{name} {dim} (has multiples of {step} up to {largest}; nearest {nearest})"
                 ]
-        if self.tile_head_dim(head_dim_v) > self.tile_head_dim(head_dim):
-            return [f"head_dim_v {head_dim_v} above head_dim {head_dim}"]
+        if self.tile_head_dims_v or p.is_only_qv:
+            return []
+        if _round_up(p.head_dim_v, tiles) > _round_up(p.head_dim, tiles):
+            return [f"head_dim_v {p.head_dim_v} above head_dim {p.head_dim}"]
         return []
+
+
+def _round_up(dim: int, tiles: tuple[int, ...]) -> int:
+    return next(tile for tile in tiles if tile >= dim)
 
 
 SM90 = Declaration(
@@ -119,7 +156,38 @@ SM90 = Declaration(
     ),
 )
 
-KERNELS = (SM90,)
+SM90_MLA = Declaration(
+    kernel="FlashAttentionMlaSm90",
+    module="flash_cute.sm90.mla",
+    archs=("sm_90a",),
+    features=frozenset(
+        {
+            Feature.CAUSAL,
+            Feature.WINDOW,
+            Feature.ATTENTION_CHUNK,
+            Feature.SOFTCAP,
+            Feature.SINK,
+            Feature.GQA,
+            Feature.LSE,
+            Feature.VARLEN,
+            Feature.SEQUSED,
+            Feature.HEAD_DIM_V,
+            Feature.PACK_GQA,
+            Feature.PAGED_KV,
+            Feature.SPLIT_KV,
+            Feature.BATCH_IDX,
+            Feature.LEFTPAD,
+            Feature.QV,
+        }
+    ),
+    tile_head_dims=(sm90.MLA_TILE_D,),
+    tile_head_dims_v=(sm90.MLA_TILE_DV,),
+    needs=frozenset({Feature.QV}),
+    gathers_keys=False,
+)
+
+ALL_KERNELS = (SM90, SM90_MLA)
+KERNELS = (SM90,)  # those whose tests have passed on a GPU
 
 
 @dataclass(frozen=True)
@@ -144,7 +212,7 @@ class KernelKey:
     kernel: str
     arch: str
     spec: ForwardSpecialization
-    config: sm90.ForwardConfigSm90
+    config: sm90.ConfigSm90
 
 
 @dataclass(frozen=True)
@@ -276,11 +344,11 @@ def kernel_for(key: KernelKey | BuilderKey | CombineKey | PlannerKey) -> Any:
         from flash_cute.device.split_planner import SplitPlanner
 
         return SplitPlanner(key.lengths)
-    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
-
     if isinstance(key, SubclassKey):
-        return build(key.kernel_class, FlashAttentionForwardSm90, key.spec, key.config)
-    return FlashAttentionForwardSm90(key.spec, key.config)
+        base = next(d.loaded_class for d in ALL_KERNELS if d.is_class(key.kernel_class))
+        return build(key.kernel_class, cast("type[Any]", base), key.spec, key.config)
+    module = next(d.module for d in ALL_KERNELS if d.kernel == key.kernel)
+    return getattr(importlib.import_module(module), key.kernel)(key.spec, key.config)
 
 
 def _key(
@@ -292,10 +360,11 @@ def _key(
 ) -> KernelKey:
     p, right = problem, problem.visible_right
     sink_dtype = SINK_DTYPE_NAMES.get(p.sink_dtype or p.dtype, "fp32") if p.has_sink else None
+    tile_d, tile_dv = declaration.tile_of(p)
     spec = ForwardSpecialization(
         dtype=DTYPE_NAMES[p.dtype],
-        tile_d=declaration.tile_head_dim(p.head_dim),
-        tile_dv=declaration.tile_head_dim(p.head_dim_v),
+        tile_d=tile_d,
+        tile_dv=tile_dv,
         is_causal=right == 0,
         has_lse=p.return_lse,
         negate_scores=p.softmax_scale < 0 and not p.softcap and variant.score_mod is None,
@@ -316,13 +385,10 @@ def _key(
         page_rows=_page_rows(p, sm90.SMALLEST_TILE_N) if p.page_size else 0,
         has_batch_idx=p.has_batch_idx,
         has_leftpad=p.has_leftpad,
+        has_qv=p.has_qv,
+        is_only_qv=p.is_only_qv,
     )
-    # A packed length is a hint that must not shape code, nor must the room in a page table.
-    is_hint = p.is_packed_k or p.page_size is not None
-    seqlen_k = sm90.LONG_SEQLEN if is_hint else p.seqlen_k
-    config = sm90.default_config(spec, seqlen_k, variant.block_size)
-    if p.may_split and _rows_of_heads(p) <= sm90.DECODE_ROWS and not p.has_block_mask:
-        config = sm90.decode_config(spec)
+    config = _config(p, spec, variant)
     if subclass is not None:
         config = _asked_config(subclass, spec, config)
     if variant.block_size is not None and not config.divides(variant.block_size, spec):
@@ -344,6 +410,17 @@ def _key(
     return KernelKey(declaration.kernel, target.arch, spec, config)
 
 
+def _config(p: AttentionProblem, spec: ForwardSpecialization, variant: Variant) -> sm90.ConfigSm90:
+    if p.has_qv:
+        return sm90.MlaConfigSm90()
+    if p.may_split and _rows_of_heads(p) <= sm90.DECODE_ROWS and not p.has_block_mask:
+        return sm90.decode_config(spec)
+    # A packed length is a hint that must not shape code, nor must the room in a page table.
+    is_hint = p.is_packed_k or p.page_size is not None
+    seqlen_k = sm90.LONG_SEQLEN if is_hint else p.seqlen_k
+    return sm90.default_config(spec, seqlen_k, variant.block_size)
+
+
 def _rows_of_heads(p: AttentionProblem) -> int:
     """Rows of a tile that the queries of all heads of one key/value head take, as far as packed."""
     group = 1 if p.pack_gqa is False else p.group
@@ -356,14 +433,15 @@ def _page_rows(p: AttentionProblem, tile_n: int) -> int:
     return 1 if rows % 8 or p.has_leftpad else rows
 
 
-def _pack_heads(
-    p: AttentionProblem,
-    config: sm90.ForwardConfigSm90,
-    variant: Variant,
-) -> int:
-    """Query heads in a tile: by itself only where one head's queries leave half of it empty."""
+def _pack_heads(p: AttentionProblem, config: sm90.ConfigSm90, variant: Variant) -> int:
+    """Query heads in a tile: by itself only where one head's queries leave half of it empty.
+
+    With qv, where heads are the fast index of rows, all that a tile has room for.
+    """
     if p.group == 1 or p.pack_gqa is False:
         return 1
+    if p.has_qv:
+        return min(p.group, config.tile_m)
     packs = -(-p.group // (config.tile_m // 8))
     heads = -(-p.group // packs)
     if p.pack_gqa is None:
@@ -378,13 +456,13 @@ def _pack_heads(
 
 
 def _asked_config(
-    kernel: type[Any], spec: ForwardSpecialization, config: sm90.ForwardConfigSm90
-) -> sm90.ForwardConfigSm90:
+    kernel: type[Any], spec: ForwardSpecialization, config: sm90.ConfigSm90
+) -> sm90.ConfigSm90:
     """The config that a derived class wants instead of the package's choice."""
     asked: object = kernel.config_for(spec, config)
     hook = f"{kernel.__name__}.config_for(...)"
-    if not isinstance(asked, sm90.ForwardConfigSm90):
-        refuse(hook, repr(asked), "a ForwardConfigSm90")
+    if not isinstance(asked, type(config)):
+        refuse(hook, repr(asked), f"a {type(config).__name__}")
     if broken := asked.check(spec):
         raise InvalidProblem(f"{hook} is {asked}, which cannot run: {'; '.join(broken)}")
     return asked
@@ -399,7 +477,9 @@ def _refusal(
     if not candidates:
         known = ", ".join(d.kernel for d in KERNELS)
         return f"kernel is {kernel}, expected one of {known}, or a class derived from one"
-    reasons = [f"{d.kernel} lacks {'; '.join(d.lacks(problem, target))}" for d in candidates]
+    serving = [d for d in candidates if d.serves(problem)] or candidates
+    concerned = [d for d in serving if d.needs] or serving
+    reasons = [f"{d.kernel} lacks {'; '.join(d.lacks(problem, target))}" for d in concerned]
     advice = "the CPU reference does all of it: move the tensors with .cpu()"
     if Feature.GRADIENT in problem.required_features():
         advice = "there is no backward kernel yet: call under torch.no_grad(), or pass q.detach()"

@@ -86,7 +86,7 @@ def test_qv_is_refused_while_no_kernel_declares_it(monkeypatch: pytest.MonkeyPat
         ({"has_mask_mod": True}, "mask_mod"),
         ({"has_block_mask": True}, "block_sparsity"),
         ({"requires_grad": True}, "gradient"),
-        ({"page_size": 12}, "page_size is 12, expected a multiple of 8"),
+        ({"page_size": 12}, r"page_size 12 \(has multiples of 8; nearest 16\)"),
     ],
 )
 def test_what_the_kernel_lacks_is_named(declared: None, changes: dict[str, Any], what: str):

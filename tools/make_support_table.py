@@ -47,9 +47,15 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def head_dims(kernel: Declaration) -> str:
     """Describe the head dimensions of one kernel."""
-    tiles = ", ".join(str(tile) for tile in kernel.tile_head_dims)
-    step = kernel.head_dim_step
-    return f"multiples of {step} up to {kernel.max_head_dim}, computed as the next of {tiles}"
+
+    def of(tiles: tuple[int, ...]) -> str:
+        names = ", ".join(str(tile) for tile in tiles)
+        as_what = names if len(tiles) == 1 else f"the next of {names}"
+        return f"multiples of {kernel.head_dim_step} up to {tiles[-1]}, computed as {as_what}"
+
+    if not kernel.tile_head_dims_v:
+        return of(kernel.tile_head_dims)
+    return f"q, k: {of(kernel.tile_head_dims)}; v, qv: {of(kernel.tile_head_dims_v)}"
 
 
 def page() -> str:

@@ -1,9 +1,9 @@
 """Which query and which head each row of a tile holds.
 
-`HeadPacking`: a tile of tile_m rows holds `heads` query heads that share their keys, `positions` queries of each,
-one head after the other: few queries then fill a tile together, and their keys are loaded once.
-The heads of one key/value head make up `packs`, of `heads` heads, the last one of what is left.
-With one head a tile nothing is packed, and a pack is a query head.
+`HeadPacking`: a tile of tile_m rows holds `heads` query heads that share their keys, `positions`
+queries of each, one head after the other: few queries then fill a tile together, and their keys are
+loaded once. The heads of one key/value head make up `packs`, of `heads` heads, the last one of what
+is left. With one head a tile nothing is packed, and a pack is a query head.
 
 Positions are a multiple of 8, so that the row groups of an mma thread have one head each. Rows
 behind the last head of a pack get the query one past the end: nothing is stored for them.

@@ -148,6 +148,10 @@ class MlaConfigSm90:
         """Queries of each head in a tile, at least; where no head is packed all rows."""
         return self.tile_m // spec.pack_heads
 
+    def divides(self, block_size: tuple[int, int], spec: ForwardSpecialization) -> bool:
+        """Whether blocks of a block mask are whole numbers of tiles: not where heads are rows."""
+        return False
+
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the ring of keys and values, row maxima and barriers."""
         dims = spec.tile_d + spec.tile_dv
@@ -184,6 +188,8 @@ class MlaConfigSm90:
             broken.append(f"registers are {registers}, at most {REGISTERS_PER_SM}")
         return broken
 
+
+ConfigSm90 = ForwardConfigSm90 | MlaConfigSm90
 
 SMALLEST_TILE_N = 16
 DECODE_ROWS = 64  # of a tile: so few queries take the shape of tile below

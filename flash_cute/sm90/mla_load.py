@@ -53,7 +53,9 @@ class MlaLoadWarp(LoadWarp):
         half = self.spec.tile_dv // HALVES
         rings = [cute.domain_offset((0, half * i, 0), smem.sV) for i in range(HALVES)]
         if self.spec.page_rows:
-            return Keys((smem.sK, 0), [(ring, i) for i, ring in enumerate(rings)], head, row, seqlen)
+            return Keys(
+                (smem.sK, 0), [(ring, i) for i, ring in enumerate(rings)], head, row, seqlen
+            )
         origin = (seqlen.offset_k, head, row)
         v = [
             self.partition_tma(p.v, self.part_of(ring, 0, p.v), origin, i)
