@@ -19,6 +19,7 @@ from flash_cute import (
     Feature,
     InvalidProblem,
     UnsupportedProblem,
+    current,
     flash_attn_with_kvcache,
     selection,
 )
@@ -556,10 +557,13 @@ def lacked(features: set[Feature]) -> str:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors on a Hopper GPU that need not exist: refusals come before anything touches it."""
     monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
+    monkeypatch.setattr(selection, "KERNELS", (SM90,))
+    monkeypatch.setattr(current, "current_device", lambda: -1)  # no call is a repeated one
     with FakeTensorMode():
         yield
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_without_a_kernel_are_refused_by_name(feature: str, hopper: None):
     kind, change, features = FEATURES[feature]
@@ -625,7 +629,8 @@ def test_aux_tensors_reach_a_native_callback(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features_are_refused_on_a_gpu_that_is_there(feature: str):
+def test_features_are_refused_on_a_gpu_that_is_there(feature: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(selection, "KERNELS", (SM90,))
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("no Hopper GPU here")
     kind, change, features = FEATURES[feature]

@@ -20,6 +20,7 @@ from flash_cute import (
     InvalidProblem,
     UnsupportedProblem,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
     selection,
 )
 from flash_cute.problem import AttentionProblem, Lengths
@@ -86,6 +87,8 @@ def test_qv_is_refused_while_no_kernel_declares_it(monkeypatch: pytest.MonkeyPat
         ({"has_mask_mod": True}, "mask_mod"),
         ({"has_block_mask": True}, "block_sparsity"),
         ({"requires_grad": True}, "gradient"),
+        ({"page_size": 64, "has_leftpad": True}, "leftpad in pages"),
+        ({"has_new_keys": True}, "append_kv"),
         ({"page_size": 12}, r"page_size 12 \(has multiples of 8; nearest 16\)"),
     ],
 )
@@ -225,6 +228,18 @@ def test_split_keys_are_merged(launches: toy_gpu.Launches):
     flash_attn_with_kvcache(**toy_call(), num_splits=3)
     attention, merge = launches.launched
     assert attention.spec.is_split and merge.tile_d == 512
+
+
+def test_a_plan_by_hand_fits(launches: toy_gpu.Launches):
+    call = toy_call()
+    lengths = call["cache_seqlens"]
+    metadata = get_scheduler_metadata(2, 3, 100, 16, 1, 64, lengths, headdim_v=512)
+    flash_attn_with_kvcache(**call, scheduler_metadata=metadata)
+    only = toy_call(q=None, k_cache=None, only_qv=True, cache_seqlens=lengths)
+    flash_attn_with_kvcache(**only, scheduler_metadata=metadata)
+    kernels = [key for key in launches.launched if isinstance(key, selection.KernelKey)]
+    assert [key.spec.is_only_qv for key in kernels] == [False, True]
+    assert all(key.spec.has_split_counts for key in kernels)
 
 
 def test_heads_and_rows_make_tiles(launches: toy_gpu.Launches):
@@ -481,6 +496,52 @@ def test_any_strides(gpu: None, layout: str):
     for name in ("q", "qv", "k_cache", "v_cache"):
         (call[name],) = checks.LAYOUTS[layout](call[name], call[name], call[name])[:1]
     check(call, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_only", [False, True])
+def test_rows_and_padding_of_a_cache(gpu: None, is_only: bool):
+    lengths, rows, pads = (200, 0, 64, 333), (5, 0, 3, 2), (1, 64, 100, 0)
+    call = call_of(Sizes(lengths, 3))
+    call = alone(call) if is_only else call
+    moved = {"cache_batch_idx": int32(*rows, device="cuda")}
+    for name in ("k_cache", "v_cache"):
+        if call[name] is None:
+            continue
+        moved[name] = torch.full((7, 450, *call[name].shape[2:]), math.nan, device="cuda")
+        moved[name] = moved[name].to(call[name].dtype)
+        for b, length in enumerate(lengths):
+            moved[name][rows[b], pads[b] : pads[b] + length] = call[name][b, :length]
+    moved["cache_leftpad"] = int32(*pads, device="cuda")
+    moved["cache_seqlens"] = call["cache_seqlens"] + moved["cache_leftpad"]
+    for options in ({}, {"causal": True}, {"window_size": (40, 0)}):
+        exact = exact_of(call, **options)
+        for num_splits in (1, 3):
+            got = flash_attn_with_kvcache(
+                **{**call, **moved}, **options, num_splits=num_splits, return_softmax_lse=True
+            )
+            checks.assert_attention(got, *exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_plans_by_hand(gpu: None, page_size: int | None):
+    lengths = (3000, 5, 0, 900)
+    call = call_of(Sizes(lengths, 2, (128, 1)))
+    exact = exact_of(call, causal=True)
+    capacity = call["v_cache"].shape[1]
+    if page_size is not None:
+        call = paged(call, lengths, page_size)
+        capacity = page_size * call["page_table"].shape[1]
+    for split_size in (0, 256):
+        metadata = get_scheduler_metadata(
+            4, 2, capacity, 128, 1, 64, call["cache_seqlens"],
+            headdim_v=512, page_size=page_size, causal=True, split_size=split_size,
+        )  # fmt: skip
+        got = flash_attn_with_kvcache(
+            **call, causal=True, scheduler_metadata=metadata, return_softmax_lse=True
+        )
+        checks.assert_attention(got, *exact)
 
 
 @pytest.mark.gpu

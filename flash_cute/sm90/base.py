@@ -11,7 +11,8 @@ from typing import ClassVar
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
 
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device import epilogue, softmax
@@ -24,7 +25,7 @@ from flash_cute.device.tile_scheduler import Tile
 from flash_cute.errors import InvalidProblem
 from flash_cute.features import Feature
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP
-from flash_cute.sm90.pipes import SharedTensors
+from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP, SharedTensors
 from flash_cute.specialization import ForwardSpecialization
 from flash_cute.variant import callback_for
 
@@ -48,7 +49,8 @@ class Work:
 class AttentionKernelSm90:
     """The common part of the kernel classes; see the module docstring.
 
-    Contract: a derived class sets `exchange` in its __init__ and has the method `kernel`.
+    Contract: a derived class sets `exchange`, `loader` and `num_load_warps`, the warps that it is
+              run by, in its __init__, and has the methods `tma_operands`, `mma` and `place`.
     """
 
     label: ClassVar[str]  # of the kernel's name
@@ -102,6 +104,26 @@ class AttentionKernelSm90:
         )
 
     # ---------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(self, p):
+        """Device side: shared memory and pipelines, then one branch per role."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for operand in self.tma_operands(p):
+                cpasync.prefetch_descriptor(operand.atom)
+        storage = SmemAllocator().allocate(self.exchange.storage(p))
+        pipes = self.exchange.pipelines(storage)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        smem = self.exchange.tensors(p, storage)
+        if warp < WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(self.config.regs_load)
+            if warp < self.num_load_warps:
+                self.loader.run(p, smem, pipes)
+        else:
+            cute.arch.setmaxregister_increase(self.config.regs_mma)
+            self.mma(p, smem, pipes)
 
     def first_column(self, c) -> Int32 | int:
         """The first column of O in this thread's warpgroup."""

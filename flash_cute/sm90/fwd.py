@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_cute.device import softmax
 from flash_cute.device.primitives import (
@@ -37,7 +36,7 @@ from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernel
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.sm90.gather import GatherWarps
 from flash_cute.sm90.load import LoadWarp
-from flash_cute.sm90.params import ForwardParams, LaunchDescription
+from flash_cute.sm90.params import ForwardParams, LaunchDescription, TmaOperand
 from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
 from flash_cute.specialization import ForwardSpecialization
 
@@ -86,25 +85,9 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
 
     # ---------------------------------------------------------------- device
 
-    @cute.kernel
-    def kernel(self, p: ForwardParams):
-        """Device side: shared memory and pipelines, then one branch per role."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for operand in (p.q, p.k, p.v):
-                cpasync.prefetch_descriptor(operand.atom)
-        storage = SmemAllocator().allocate(self.exchange.storage(p))
-        pipes = self.exchange.pipelines(storage)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        smem = self.exchange.tensors(p, storage)
-        if warp < WARPS_PER_WARPGROUP:
-            cute.arch.setmaxregister_decrease(self.config.regs_load)
-            if warp < self.num_load_warps:
-                self.loader.run(p, smem, pipes)
-        else:
-            cute.arch.setmaxregister_increase(self.config.regs_mma)
-            self.mma(p, smem, pipes)
+    def tma_operands(self, p: ForwardParams) -> tuple[TmaOperand, ...]:
+        """What TMA reads."""
+        return p.q, p.k, p.v
 
     # -- consumers
 

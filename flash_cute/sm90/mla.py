@@ -28,8 +28,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
+from cutlass.cute.nvgpu import warpgroup
 
 from flash_cute.device import softmax
 from flash_cute.device.pack_gqa import ROW_STEP
@@ -41,9 +40,10 @@ from flash_cute.device.primitives import (
 )
 from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90, Work
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, MlaConfigSm90
-from flash_cute.sm90.mla_load import MlaLoadWarp, QueryWarps
+from flash_cute.sm90.mla_load import MlaLoadWarps
 from flash_cute.sm90.mla_params import HALVES, MlaDescription, MlaParams
 from flash_cute.sm90.mla_pipes import MlaExchange, MlaPipes, MlaTensors
+from flash_cute.sm90.params import TmaOperand
 from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP
 from flash_cute.specialization import ForwardSpecialization
 
@@ -81,32 +81,14 @@ class FlashAttentionMlaSm90(AttentionKernelSm90):
     def __init__(self, spec: ForwardSpecialization, config: MlaConfigSm90):
         super().__init__(spec, config, MlaDescription(spec, config))
         self.exchange = MlaExchange(spec, config, self.dtype)
-        self.load_warp = MlaLoadWarp(self.exchange, self.mask)
-        self.query_warps = QueryWarps(self.exchange)
+        self.num_load_warps = WARPS_PER_WARPGROUP
+        self.loader = MlaLoadWarps(self.exchange, self.mask)
 
     # ---------------------------------------------------------------- device
 
-    @cute.kernel
-    def kernel(self, p: MlaParams):
-        """Device side: shared memory and pipelines, then one branch per role."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            for operand in (p.v,) if self.spec.is_only_qv else (p.k, p.v):
-                cpasync.prefetch_descriptor(operand.atom)
-        storage = SmemAllocator().allocate(self.exchange.storage(p))
-        pipes = self.exchange.pipelines(storage)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        smem = self.exchange.tensors(p, storage)
-        if warp < WARPS_PER_WARPGROUP:
-            cute.arch.setmaxregister_decrease(self.config.regs_load)
-            if warp == 0:
-                self.load_warp.run(p, smem, pipes)
-            else:
-                self.query_warps.run(p, smem, pipes)
-        else:
-            cute.arch.setmaxregister_increase(self.config.regs_mma)
-            self.mma(p, smem, pipes)
+    def tma_operands(self, p: MlaParams) -> tuple[TmaOperand, ...]:
+        """What TMA reads."""
+        return (p.v,) if self.spec.is_only_qv else (p.k, p.v)
 
     # -- consumers
 

@@ -9,12 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
+from flash_cute.device.mask import AttentionMask
 from flash_cute.device.primitives import copy_or_zero, swizzle_128
 from flash_cute.device.tile_scheduler import Tile
 from flash_cute.sm90.load import Keys, LoadWarp
 from flash_cute.sm90.mla_params import HALVES, MlaParams
-from flash_cute.sm90.mla_pipes import MlaPipes, MlaTensors
-from flash_cute.sm90.pipes import TILE_STAGES, Exchange
+from flash_cute.sm90.mla_pipes import MlaExchange, MlaPipes, MlaTensors
+from flash_cute.sm90.pipes import TILE_STAGES
 
 QUERY_WARPS = 3
 LANES = 32
@@ -80,7 +81,7 @@ class MlaLoadWarp(LoadWarp):
 class QueryWarps:
     """Warps 1 to 3 of the CTA: they follow the announcements and copy the rows of q and qv."""
 
-    def __init__(self, exchange: Exchange):
+    def __init__(self, exchange: MlaExchange):
         self.spec, self.config, self.exchange = exchange.spec, exchange.config, exchange
 
     @cute.jit
@@ -134,3 +135,18 @@ class QueryWarps:
                 source = cute.domain_offset((query, run * ELEMENTS, head, batch), mX).iterator
                 is_wanted = is_there & (run * ELEMENTS < cute.size(mX, mode=[1]))
                 copy_or_zero(swizzle_128(slot), source.toint(), is_wanted)
+
+
+class MlaLoadWarps:
+    """All warps of the load warpgroup."""
+
+    def __init__(self, exchange: MlaExchange, mask: AttentionMask):
+        self.load_warp, self.query_warps = MlaLoadWarp(exchange, mask), QueryWarps(exchange)
+
+    @cute.jit
+    def run(self, p: MlaParams, smem: MlaTensors, pipes: MlaPipes):
+        """All tiles of the CTA."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            self.load_warp.run(p, smem, pipes)
+        else:
+            self.query_warps.run(p, smem, pipes)

@@ -18,7 +18,7 @@ from flash_cute.device.paged_kv import PageTable
 from flash_cute.device.score import tensor_args, tensors_from
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
-from flash_cute.sm90.config import ForwardConfigSm90
+from flash_cute.sm90.config import ConfigSm90
 from flash_cute.specialization import ForwardSpecialization
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -73,7 +73,7 @@ class ForwardParams:
 class LaunchDescription:
     """Describes launches of one specialization with one config."""
 
-    def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm90):
+    def __init__(self, spec: ForwardSpecialization, config: ConfigSm90):
         self.spec, self.config = spec, config
         self.dtype = DTYPES[spec.dtype]
 

@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, const_expr, pipeline
 
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Tile
-from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
+from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ConfigSm90
 from flash_cute.sm90.params import ForwardParams
 from flash_cute.specialization import ForwardSpecialization
 
@@ -57,7 +57,7 @@ class Announcement(NamedTuple):
 class Exchange:
     """Lays out shared memory and opens the pipelines of one specialization with one config."""
 
-    def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm90, dtype):
+    def __init__(self, spec: ForwardSpecialization, config: ConfigSm90, dtype):
         self.spec, self.config, self.dtype = spec, config, dtype
         self.tile_fields = SPARSE_TILE_FIELDS if spec.has_block_mask else TILE_FIELDS
 
