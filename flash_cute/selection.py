@@ -477,8 +477,7 @@ def _refusal(
     if not candidates:
         known = ", ".join(d.kernel for d in KERNELS)
         return f"kernel is {kernel}, expected one of {known}, or a class derived from one"
-    serving = [d for d in candidates if d.serves(problem)] or candidates
-    concerned = [d for d in serving if d.needs] or serving
+    concerned = [d for d in candidates if d.serves(problem)] or candidates
     reasons = [f"{d.kernel} lacks {'; '.join(d.lacks(problem, target))}" for d in concerned]
     advice = "the CPU reference does all of it: move the tensors with .cpu()"
     if Feature.GRADIENT in problem.required_features():

@@ -108,7 +108,8 @@ def test_a_subclass_may_have_the_name_of_its_base():
 def test_a_class_of_another_kind_is_refused(stranger: type):
     with pytest.raises(UnsupportedProblem) as caught:
         key_of(stranger)
-    expected = f"kernel is {stranger}, expected one of {Base.__name__}, or a class derived from one"
+    known = ", ".join(declaration.kernel for declaration in selection.KERNELS)
+    expected = f"kernel is {stranger}, expected one of {known}, or a class derived from one"
     assert str(caught.value) == expected
 
 

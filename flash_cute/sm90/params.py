@@ -232,7 +232,7 @@ class LaunchDescription:
             cute.assume(getattr(args, f"{name}_stride_{mode}"), divby=8)
             for mode in ("batch", "seqlen", "head")
         )
-        is_packed = self.spec.is_packed_q if name in ("q", "out") else self.spec.is_packed_k
+        is_packed = self.spec.is_packed_q if name in ("q", "qv", "out") else self.spec.is_packed_k
         batch = 1 if is_packed else args.batch
         if name in ("k", "v") and not is_packed:
             batch = args.batch_k
