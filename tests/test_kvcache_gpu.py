@@ -406,7 +406,8 @@ def check_cache(a: dict[str, Any], sizes: Sizes, before: dict[str, torch.Tensor]
 def undeclared(problem: AttentionProblem, target: Target) -> list[str]:
     """What of a problem no kernel of a GPU declares: features, and the size of its pages."""
     declared = [d.features for d in selection.KERNELS if target.arch in d.archs]
-    missing = problem.required_features() - frozenset[Feature]().union(*declared)
+    missing = problem.required_features() - selection.APPEND.features
+    missing -= frozenset[Feature]().union(*declared)
     names = sorted(feature.value for feature in missing)
     plain = AttentionProblem(
         dtype=problem.dtype,
