@@ -114,7 +114,7 @@ def flash_attn_func(
     extras = launch.NO_EXTRAS if sink is None else (*[None] * 4, sink, *[None] * 4)
     mods = modifiers.given(score_mod, mask_mod, block_mask)
     others = (mask, numbers, kernel)
-    result, key = launch.recall(q, k, v, others, extras, mods, out, scheduler_metadata)
+    result, key = launch.recall((q, k, v), others, extras, mods, out, scheduler_metadata)
     if result is not None:
         return result
     options = Options(
@@ -206,7 +206,7 @@ def flash_attn_varlen_func(
     extras = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink, page_table, *[None] * 3)
     mods = modifiers.given(score_mod, mask_mod, block_mask)
     others = (mask, numbers, kernel)
-    result, key = launch.recall(q, k, v, others, extras, mods, out, scheduler_metadata)
+    result, key = launch.recall((q, k, v), others, extras, mods, out, scheduler_metadata)
     if result is not None:
         return result
     options = Options(

@@ -200,3 +200,82 @@ class CombineArguments(NamedTuple):
 
 
 MAX_COMBINED_ROWS = 2**31 - 2**10  # numbered in 32 bits, with the last CTA's rows past the end
+
+
+NUM_APPEND_ADDRESSES = 15  # of AppendArguments; they come first
+
+
+class AppendArguments(NamedTuple):
+    """Launch arguments of the kernel that appends to a cache and rotates, in order.
+
+    Shapes: q, rotated: (batch, rows_q, num_heads_q, head_dim), packed (total_q, …); rotated is
+            contiguous. k, v: (batch, rows_new, num_heads_kv, dim), packed (total_new, …). k_cache,
+            v_cache: (num_pages, page_size, num_heads_kv, dim); without a page_table a page is a row
+            of the cache. All with last stride 1; where the key says is_wide, addresses and other
+            strides, also those of rotary_cos and rotary_sin, are multiples of 16 bytes
+            rotary_cos, rotary_sin: (num_positions, rotary_dim / 2)
+            cache_seqlens, rotary_seqlens, cache_batch_idx, lengths: (batch,), page_table:
+            (num_cache_rows, capacity / page_size), cu_seqlens: (batch + 1,), all int32. All but
+            lengths may be absent: address 0. Without cache_seqlens every sequence has cache_length
+            keys; without rotary_seqlens those are the positions, too
+    Units:  strides in elements; dims are multiples of 8; pieces are 8 elements of a row, at most
+            MAX_PIECES in q, k and v, of q 0 where it is not rotated and of k where there is none
+            capacity: rows that each sequence has room for; advance: 1 where query i is rotated to
+            its own position, 0 where all are to the first
+    """
+
+    q: Address
+    k: Address
+    v: Address
+    k_cache: Address
+    v_cache: Address
+    rotary_cos: Address
+    rotary_sin: Address
+    cache_seqlens: Address
+    rotary_seqlens: Address
+    cache_batch_idx: Address
+    page_table: Address
+    cu_seqlens_q: Address
+    cu_seqlens_k_new: Address
+    rotated: Address
+    lengths: Address
+    cache_length: Int32
+    batch: Int32
+    rows_q: Int32
+    rows_new: Int32
+    num_heads_q: Int32
+    num_heads_kv: Int32
+    head_dim: Int32
+    head_dim_v: Int32
+    rotary_dim: Int32
+    advance: Int32
+    num_positions: Int32
+    capacity: Int32
+    page_size: Int32
+    num_pages: Int32
+    num_cache_rows: Int32
+    pieces_q: Int32
+    pieces_k: Int32
+    pieces_v: Int32
+    page_table_stride: Int64
+    rotary_cos_stride: Int64
+    rotary_sin_stride: Int64
+    q_stride_batch: Int64
+    q_stride_row: Int64
+    q_stride_head: Int64
+    k_stride_batch: Int64
+    k_stride_row: Int64
+    k_stride_head: Int64
+    v_stride_batch: Int64
+    v_stride_row: Int64
+    v_stride_head: Int64
+    k_cache_stride_page: Int64
+    k_cache_stride_slot: Int64
+    k_cache_stride_head: Int64
+    v_cache_stride_page: Int64
+    v_cache_stride_slot: Int64
+    v_cache_stride_head: Int64
+    stream: Stream
+
+
+MAX_PIECES = 2**31 - 2**10  # numbered in 32 bits, with the last CTA's past the end

@@ -119,6 +119,26 @@ class CacheRequest:
         has_bound = p.visible_left is not None or p.visible_right is not None
         return has_bound or p.attention_chunk > 0
 
+    @property
+    def positions(self) -> int:
+        """Positions that some sequence is rotated to, as far as the host can tell."""
+        a, p = self.arguments, self.problem
+        if a.rotary_cos is None or not p.batch:
+            return 0
+        queries = 0 if p.is_packed_q else p.seqlen_q
+        if not self.rotation_advances:
+            queries = min(queries, 1)
+        return max(queries, a.num_new if a.cu_seqlens_k_new is None else 0)
+
+    @property
+    def most_keys(self) -> int:
+        """The largest single cache_seqlens that leaves room for what is new, and has its angles."""
+        a = self.arguments
+        most = a.capacity - (a.num_new if a.cu_seqlens_k_new is None else 0)
+        if a.rotary_cos is None or a.rotary_seqlens is not None:
+            return most
+        return min(most, a.rotary_cos.shape[0] - self.positions)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheSpan:
@@ -186,6 +206,7 @@ def cache_request(arguments: CacheArguments, options: Options) -> CacheRequest:
         problem,
         has_new_keys=a.v is not None,
         has_rotary=a.rotary_cos is not None,
+        is_rotary_interleaved=a.rotary_cos is None or a.rotary_interleaved,
         has_batch_idx=a.cache_batch_idx is not None,
         has_leftpad=a.cache_leftpad is not None,
         has_qv=a.qv is not None,
@@ -197,9 +218,11 @@ def cache_request(arguments: CacheArguments, options: Options) -> CacheRequest:
             "new keys are appended while an argument requires grad: the cache is written in place, "
             "outside autograd; call under torch.no_grad(), or pass tensors after .detach()"
         )
-    return CacheRequest(
+    request = CacheRequest(
         problem=problem, inputs=inputs, options=options, arguments=a, cache_seqlens=cache_seqlens
     )
+    _check_positions(request)
+    return request
 
 
 def fill_lengths(
@@ -391,6 +414,19 @@ def _check_rotary(a: CacheArguments) -> None:
     if not ROTARY_STEP <= dim <= head_dim or dim % ROTARY_STEP:
         expected = f"a multiple of {ROTARY_STEP} up to {head_dim}"
         refuse("2 * rotary_cos.shape[1]", dim, expected, "rotated part of the head_dim of q")
+
+
+def _check_positions(request: CacheRequest) -> None:
+    """Check that the tables of angles reach as far as is known without reading lengths."""
+    a, needed = request.arguments, request.positions
+    if a.rotary_cos is None or not needed:
+        return
+    first, why = 0, f"{needed} positions"
+    if isinstance(a.cache_seqlens, int) and a.rotary_seqlens is None:
+        first, why = a.cache_seqlens, f"{needed} positions from cache_seqlens = {a.cache_seqlens}"
+    rows = a.rotary_cos.shape[0]
+    if first + needed > rows:
+        refuse("rotary_cos.shape[0]", rows, f"at least {first + needed}", why)
 
 
 def _check_descales(a: CacheArguments) -> None:

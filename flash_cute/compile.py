@@ -401,13 +401,14 @@ def warmup(
 
 
 def _keys_of(item: AttentionProblem | Key) -> list[Key]:
-    """The kernels of a problem: where its keys are split, others merge and count the parts."""
+    """The kernels of a problem: others append before it, and merge and count parts of its keys."""
     if not isinstance(item, AttentionProblem):
         return [item]
     from flash_cute import selection, splitting
 
     key = selection.key_for(item, selection.target_of(item))
     more = (splitting.merge_key(item, key), splitting.planner_key(item, key))
+    more += (selection.append_key(item, key.arch),)
     return [cast(Key, key), *(cast(Key, other) for other in more if other is not None)]
 
 

@@ -64,7 +64,7 @@ def flex_attention(
         q, k, v, out = (tensor.transpose(1, 2) for tensor in (query, key, value, space))
         given = modifiers.given(score_mod, None, block_mask)
         settings = ("flex_attention", scale, enable_gqa, has_lse)
-        result, plan_key = launch.recall(q, k, v, settings, launch.NO_EXTRAS, given, out)
+        result, plan_key = launch.recall((q, k, v), settings, launch.NO_EXTRAS, given, out)
     if result is None:
         key, value = _check_tensors(query, key, value, block_mask, enable_gqa)
         options = Options(

@@ -6,12 +6,13 @@ reference.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from flash_cute import api, launch, modifiers
+from flash_cute import api, append_plan, launch, modifiers, selection
 from flash_cute.cache_request import (
     CacheArguments,
     CacheRequest,
@@ -22,6 +23,8 @@ from flash_cute.cache_request import (
 from flash_cute.problem import Options
 from flash_cute.reference_cache import append, lower
 from flash_cute.split_plan import SchedulerMetadata
+
+Recalled = tuple[api.Result | None, launch.Key | None]
 
 
 def flash_attn_with_kvcache(
@@ -73,8 +76,8 @@ def flash_attn_with_kvcache(
 
     Args:
         k, v: new keys and values, written to rows cache_seqlens[b] and following, which must exist.
-            Both or neither; with only_qv v alone. No row may belong to two sequences. Not under
-            autograd.
+            Both or neither; with only_qv v alone. No row may belong to two sequences, and k and v
+            must not overlap the cache. Not under autograd.
         qv: a second query, of the head dimension of v: scores are ``q·k + qv·v`` (absorbed MLA).
         rotary_cos, rotary_sin: cosines and sines by position. New keys are rotated before they are
             written, new key i of a sequence to position ``rotary_seqlens + i``; so is query i where
@@ -130,31 +133,46 @@ def flash_attn_with_kvcache(
             UnsupportedProblem (a NotImplementedError) for what nothing here does: on a GPU,
             whatever the kernels do not declare of pages, splits, appending, rotary, batch indices,
             left padding and qv. A refused call has written nothing. The contents of index tensors
-            are checked on the CPU only, as in flash_attn_varlen_func.
+            are checked on the CPU only, as in flash_attn_varlen_func: on a GPU a new row without
+            a place in the cache (past its capacity, or in a page or row that is not there) is
+            dropped, and what is rotated to a position outside the tables becomes NaN.
     """
-    key = None
-    rare: tuple[object, ...] = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    rare += (cu_seqlens_k_new, q_descale, k_descale, v_descale, aux_tensors)
+    mask = (causal, window_size, attention_chunk)
+    numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_softmax_lse)
+    settings = ("kvcache", ver, sm_margin, rotary_interleaved, only_qv)
+    rare: tuple[object, ...] = (q_descale, k_descale, v_descale, aux_tensors)
     is_rare = any([argument is not None for argument in rare])
-    query, keys = q, k_cache
-    if only_qv and q is None and k_cache is None:
-        query, keys = qv, v_cache
-    if query is not None and keys is not None and v_cache is not None and not is_rare:
-        seqused = _seqused(cache_seqlens, query, keys, cu_seqlens_q, page_table)
+    is_alone = only_qv and q is None and k_cache is None
+    first, keys = (qv, v_cache) if is_alone else (q, k_cache)
+
+    def recall(query: Any, seqused: Any, prelude: launch.Prelude = launch.NO_PRELUDE) -> Recalled:
+        if is_rare or keys is None or v_cache is None:
+            return None, None
+        operands = (query, keys, v_cache)
+        extras = (cu_seqlens_q, None, None, seqused, sinks, page_table)
+        extras += (cache_batch_idx, cache_leftpad, qv)
+        given = modifiers.given(score_mod, None, block_mask)
+        everything = (mask, numbers, settings)
+        return launch.recall(operands, everything, extras, given, out, scheduler_metadata, prelude)
+
+    result = key = None
+    new = (k, v, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_k_new)
+    if any([argument is not None for argument in new]):
+        tensors: Any = (q, k, v, k_cache, v_cache, rotary_cos, rotary_sin)
+        tensors += (None if type(cache_seqlens) is int else cache_seqlens, rotary_seqlens)
+        tensors += (cache_batch_idx, page_table, cu_seqlens_q, cu_seqlens_k_new)
+        options = (mask, rotary_interleaved, only_qv)
+        step = None
+        if qv is None:
+            step, key = append_plan.recall(tensors, options, cache_seqlens, out)
+        if step is not None:
+            result, _ = recall(step.q, step.lengths, step)
+    elif first is not None and keys is not None:
+        seqused = _seqused(cache_seqlens, first, keys, cu_seqlens_q, page_table)
         if seqused is not None or cache_seqlens is None:
-            mask = (causal, window_size, attention_chunk)
-            numbers = (softmax_scale, softcap, pack_gqa, num_splits, return_softmax_lse)
-            settings = ("kvcache", ver, sm_margin, rotary_interleaved, only_qv)
-            extras = (cu_seqlens_q, None, None, seqused, sinks, page_table)
-            extras += (cache_batch_idx, cache_leftpad, qv)
-            given = modifiers.given(score_mod, None, block_mask)
-            everything = (mask, numbers, settings)
-            operands = (query, keys, v_cache)
-            result, key = launch.recall(
-                *operands, everything, extras, given, out, scheduler_metadata
-            )
-            if result is not None:
-                return result
+            result, key = recall(first, seqused)
+    if result is not None:
+        return result
     arguments = CacheArguments(
         q=q,
         k_cache=k_cache,
@@ -198,6 +216,8 @@ def flash_attn_with_kvcache(
     request = cache_request(arguments, options)
     if request.problem.device.type == "cpu":
         return _on_cpu(request)
+    if request.problem.has_new_keys:
+        return _append_and_attend(request, key, recall)
     return api.attend(request.problem, request.inputs, key)
 
 
@@ -217,6 +237,26 @@ def _seqused(
     if type(cache_seqlens) is not int or not 0 <= cache_seqlens <= capacity:
         return None
     return fill_lengths(cache_seqlens, q, cu_seqlens_q)
+
+
+def _append_and_attend(
+    request: CacheRequest, key: append_plan.Key | None, recall: Callable[..., Recalled]
+) -> api.Result:
+    """Append and attend the long way on a GPU; all is refused before anything is written.
+
+    Args:
+        key: of the append; recall: looks for the attention, given its queries and lengths.
+    """
+    problem, inputs = request.problem, request.inputs
+    target = selection.current_target(problem.device).without(problem.sm_margin)
+    selection.key_for(problem, target, variant=launch.variant_of(inputs))
+    step = append_plan.first_step(request, key)
+    result, attention_key = recall(step.q, step.lengths, step)
+    if result is not None:
+        return result
+    rest = dataclasses.replace(problem, has_new_keys=False, has_rotary=False)
+    inputs = dataclasses.replace(inputs, q=step.q, seqused_k=step.lengths)
+    return launch.attention(rest, inputs, attention_key, step)
 
 
 def _on_cpu(request: CacheRequest) -> api.Result:

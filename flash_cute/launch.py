@@ -28,7 +28,7 @@ from flash_cute.plan import (
     result_lse_shape,
 )
 from flash_cute.problem import AttentionInputs, AttentionProblem
-from flash_cute.scheduling import LENGTHS
+from flash_cute.scheduling import LengthTensors
 from flash_cute.split_plan import SchedulerMetadata
 from flash_cute.variant import INDEX_LIMIT
 
@@ -50,21 +50,37 @@ EXTRAS = (
 NO_EXTRAS: Extras = (None,) * len(EXTRAS)
 _NO_ADDRESSES: Addresses = (0,) * len(EXTRAS)
 _QV = EXTRAS.index("qv")  # an operand: aligned like q, k and v
+_OPERANDS = ("q", "k", "v", "qv")
 
 Key = tuple[Hashable, ...]  # the key of the modifiers comes first
+
+
+class Prelude:
+    """What has to be enqueued right before attention: nothing, unless a derived class says so.
+
+    Shapes: counted: (batch,) int32, lengths that the parts of the keys are counted from in the
+            place of seqused_k, which the prelude writes for one call alone
+    """
+
+    counted: torch.Tensor | None = None
+
+    def run(self) -> None:
+        """Enqueue it; called when nothing can be refused any more."""
+
+
+NO_PRELUDE = Prelude()
 
 _plans: dict[Key, LaunchPlan] = {}
 
 
 def recall(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     options: tuple[Hashable, ...],
     extras: Extras = NO_EXTRAS,
     given: Given | None = None,
     out: torch.Tensor | None = None,
     metadata: SchedulerMetadata | None = None,
+    prelude: Prelude = NO_PRELUDE,
 ) -> tuple[Result | None, Key | None]:
     """Repeat a call that was made before; else (None, key), for `attention` to remember it by.
 
@@ -73,9 +89,12 @@ def recall(
     inputs that require grad, block lists that have to be packed, and all that validation refuses.
 
     Args:
+        operands: q, k and v.
         given: the callbacks and the block mask, None where there is none of them.
         metadata: a plan of the caller's.
+        prelude: run just before a call that was made before.
     """
+    q, k, v = operands
     try:
         dtype, index = q.dtype, q.get_device()
         if index < 0 or k.get_device() != index or v.get_device() != index:
@@ -123,8 +142,14 @@ def recall(
     if modifiers is not None:
         captured = modifiers.launch_arguments(plan.tile, _rows(q, k, extras[5]))
     counts = None if metadata is None else metadata.split_counts
-    lengths = (*extras[:4], extras[7])
-    return plan.run(qkv, addresses, out, captured, lengths, counts), key
+    prelude.run()
+    return plan.run(qkv, addresses, out, captured, _lengths(extras, prelude), counts), key
+
+
+def _lengths(extras: Extras, prelude: Prelude) -> LengthTensors:
+    """The tensors that parts of the keys are counted from, in the order of scheduling.LENGTHS."""
+    seqused_k = extras[3] if prelude.counted is None else prelude.counted
+    return (*extras[:3], seqused_k, extras[7])
 
 
 def _rows(q: torch.Tensor, k: torch.Tensor, page_table: torch.Tensor | None) -> tuple[int, int]:
@@ -157,38 +182,48 @@ def _describe(extras: Extras) -> tuple[Addresses, Hashable]:
     return tuple(0 if t is None else t.data_ptr() for t in extras), tuple(layouts)
 
 
-def attention(problem: AttentionProblem, inputs: AttentionInputs, key: Key | None = None) -> Result:
+def attention(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    key: Key | None = None,
+    prelude: Prelude = NO_PRELUDE,
+) -> Result:
     """Run a validated problem on the GPU its tensors are on.
 
     Args:
         key: where `recall` will look for the plan of this call; None remembers nothing.
+        prelude: run before anything else is enqueued: what it writes, attention reads.
     Raises: UnsupportedProblem, CompileDisallowed, CaptureError; all before anything is enqueued.
     """
     target = selection.current_target(problem.device).without(problem.sm_margin)
-    kernel_key = selection.key_for(problem, target, inputs.kernel, _variant(inputs))
+    kernel_key = selection.key_for(problem, target, inputs.kernel, variant_of(inputs))
     _check_indices(problem, inputs)
-    if inputs.q.numel() == 0 or inputs.k.numel() == 0:
-        return _without_keys(problem, inputs)
     with torch.cuda.device(problem.device):
+        if inputs.q.numel() == 0 or inputs.k.numel() == 0:
+            prelude.run()
+            return _without_keys(problem, inputs)
         executable = ready_executable(kernel_key)
         others = (
             splitting.merge_key(problem, kernel_key),
             splitting.planner_key(problem, kernel_key),
         )
         merger, counter = (None if other is None else ready_executable(other) for other in others)
-        given, inputs = inputs, _readable(inputs)
+        given, inputs = inputs, _with_room(inputs)
         plan = make_plan(problem, inputs, kernel_key, target, executable, merger, counter)
         if key is not None and _is_remembered(key, given, inputs):
             if len(_plans) >= MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
-        addresses, _ = _describe(tuple(getattr(inputs, name) for name in EXTRAS))
+        extras = tuple(getattr(inputs, name) for name in EXTRAS)
+        addresses, _ = _describe(extras)
         qkv = (inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr())
         rows = _rows(inputs.q, inputs.k, inputs.page_table)
         captured = inputs.modifiers.launch_arguments(plan.tile, rows)
-        lengths = tuple(getattr(inputs, name) for name in LENGTHS)
         metadata = inputs.scheduler_metadata
         counts = None if metadata is None else metadata.split_counts
+        prelude.run()
+        _copy_into_room(given, inputs)
+        lengths = _lengths(extras, prelude)
         result = plan.run(qkv, addresses, inputs.out, captured, lengths, counts)
     if given.out is not None and inputs.out is None:
         return _into(given.out, result)
@@ -207,8 +242,8 @@ def _is_remembered(key: Key, given: AttentionInputs, inputs: AttentionInputs) ->
     return key[0] == (modifiers.key if has_any else None)
 
 
-def _variant(inputs: AttentionInputs) -> selection.Variant:
-    """What of the callbacks and the block mask shapes code."""
+def variant_of(inputs: AttentionInputs) -> selection.Variant:
+    """Return what of the callbacks and the block mask shapes code."""
     score_mod, mask_mod = inputs.score_callback, inputs.mask_callback
     block_mod, blocks = inputs.block_callback, inputs.block_mask
     return selection.Variant(
@@ -232,11 +267,14 @@ def _check_indices(problem: AttentionProblem, inputs: AttentionInputs) -> None:
         )
 
 
-def _readable(inputs: AttentionInputs) -> AttentionInputs:
-    """Copy what no kernel can read as it lies; drop an out that none can write."""
+def _with_room(inputs: AttentionInputs) -> AttentionInputs:
+    """Put room for a copy in the place of what no kernel can read as it lies.
+
+    An out that none can write is dropped. Operands are copied later, by `_copy_into_room`.
+    """
     changed: dict[str, Any] = {
-        name: tensor.clone(memory_format=torch.contiguous_format)
-        for name in ("q", "k", "v", "qv")
+        name: tensor.new_empty(tensor.shape)
+        for name in _OPERANDS
         if (tensor := getattr(inputs, name)) is not None and not is_readable(tensor)
     }
     if inputs.out is not None and not is_readable(inputs.out):
@@ -246,6 +284,13 @@ def _readable(inputs: AttentionInputs) -> AttentionInputs:
     if inputs.block_mask is not None:
         changed["block_mask"] = inputs.block_mask.packed()
     return dataclasses.replace(inputs, **changed) if changed else inputs
+
+
+def _copy_into_room(given: AttentionInputs, inputs: AttentionInputs) -> None:
+    for name in _OPERANDS:
+        source, room = getattr(given, name), getattr(inputs, name)
+        if room is not source:
+            room.copy_(source)
 
 
 def ready_executable(kernel_key: compile.Key) -> Executable:

@@ -110,6 +110,7 @@ class AttentionProblem:
     # Of a call with a cache: what is done to it and to q on the way.
     has_new_keys: bool = False
     has_rotary: bool = False
+    is_rotary_interleaved: bool = True  # whether channels are rotated in pairs (0, 1), (2, 3), …
     has_batch_idx: bool = False
     has_leftpad: bool = False
     has_qv: bool = False

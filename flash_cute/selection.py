@@ -86,7 +86,8 @@ class Declaration:
         missing: list[str] = []
         if target.arch not in self.archs:
             missing.append(f"runs on {', '.join(self.archs)}, not on {target.arch}")
-        missing += sorted(f.value for f in problem.required_features() - self.features)
+        required = problem.required_features() - APPEND.features
+        missing += sorted(feature.value for feature in required - self.features)
         if DTYPE_NAMES.get(problem.dtype) not in self.dtypes:
             missing.append(f"dtype {problem.dtype} (has {', '.join(self.dtypes)})")
         missing += [f"calls without {f.value}" for f in self.needs - problem.required_features()]
@@ -187,7 +188,22 @@ SM90_MLA = Declaration(
 )
 
 ALL_KERNELS = (SM90, SM90_MLA)
-KERNELS = (SM90,)  # those whose tests have passed on a GPU
+KERNELS = (SM90, SM90_MLA)  # those whose tests have passed on a GPU
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A kernel that runs before attention, on any architecture, and does what `features` say.
+
+    A problem that requires them is one for every attention kernel, which need not declare them.
+    """
+
+    kernel: str
+    features: frozenset[Feature]
+
+
+# The one switch: {Feature.APPEND_KV, Feature.ROTARY} when its tests have passed on a GPU.
+APPEND = Companion("CacheAppender", frozenset({Feature.APPEND_KV, Feature.ROTARY}))
 
 
 @dataclass(frozen=True)
@@ -269,6 +285,23 @@ class CombineKey:
     has_split_counts: bool = False  # of each sequence
 
 
+APPEND_PIECE = 8  # elements that a thread moves: 16 bytes
+
+
+@dataclass(frozen=True)
+class AppendKey:
+    """Everything that shapes the kernel that appends to a cache; any architecture runs it.
+
+    Units: dtype as DTYPE_NAMES has it; rotary: "interleaved", "halves" or None; is_wide: addresses
+           and strides are multiples of 16 bytes
+    """
+
+    arch: str
+    dtype: str
+    rotary: str | None = None
+    is_wide: bool = True
+
+
 def current_target(device: torch.device | int | None = None) -> Target:
     """Return the GPU to compile for: FLASH_CUTE_ARCH, else the device (the current one if None).
 
@@ -329,7 +362,7 @@ def key_for(
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
 
 
-def kernel_for(key: KernelKey | BuilderKey | CombineKey | PlannerKey) -> Any:
+def kernel_for(key: KernelKey | BuilderKey | CombineKey | PlannerKey | AppendKey) -> Any:
     """Build the kernel object of a key; imports the DSL."""
     if isinstance(key, BuilderKey):
         from flash_cute.device.block_builder import BlockMaskBuilder
@@ -344,11 +377,35 @@ def kernel_for(key: KernelKey | BuilderKey | CombineKey | PlannerKey) -> Any:
         from flash_cute.device.split_planner import SplitPlanner
 
         return SplitPlanner(key.lengths)
+    if isinstance(key, AppendKey):
+        from flash_cute.device.append import CacheAppender
+
+        return CacheAppender(key.dtype, key.rotary, key.is_wide)
     if isinstance(key, SubclassKey):
         base = next(d.loaded_class for d in ALL_KERNELS if d.is_class(key.kernel_class))
         return build(key.kernel_class, cast("type[Any]", base), key.spec, key.config)
     module = next(d.module for d in ALL_KERNELS if d.kernel == key.kernel)
     return getattr(importlib.import_module(module), key.kernel)(key.spec, key.config)
+
+
+def append_key(problem: AttentionProblem, arch: str, is_wide: bool = True) -> AppendKey | None:
+    """Return the key of the kernel that runs before attention; None where nothing does.
+
+    Raises: UnsupportedProblem for head dims that the kernel does not have.
+    """
+    p = problem
+    if not p.has_new_keys and not p.has_rotary:
+        return None
+    for name, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
+        if dim % APPEND_PIECE:
+            raise UnsupportedProblem(
+                f"{name} is {dim}, expected a multiple of {APPEND_PIECE}: {APPEND.kernel} moves "
+                f"{APPEND_PIECE} elements at a time"
+            )
+    rotary = None
+    if p.has_rotary:
+        rotary = "interleaved" if p.is_rotary_interleaved else "halves"
+    return AppendKey(arch, DTYPE_NAMES[p.dtype], rotary, is_wide)
 
 
 def _key(

@@ -47,7 +47,8 @@ def toy_selection(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return toy_kernel.ToyKey(problem.head_dim, target.arch)
 
     monkeypatch.setattr(selection, "key_for", key_for)
-    monkeypatch.setattr(splitting, "merge_key", lambda problem, key: None)
+    for name in ("merge_key", "planner_key"):
+        monkeypatch.setattr(splitting, name, lambda problem, key: None)
     monkeypatch.setattr(selection, "kernel_for", toy_kernel.kernel_for)
     monkeypatch.setattr(compile, "kernel_for", toy_kernel.kernel_for)
     return asked

@@ -406,7 +406,8 @@ def check_cache(a: dict[str, Any], sizes: Sizes, before: dict[str, torch.Tensor]
 def undeclared(problem: AttentionProblem, target: Target) -> list[str]:
     """What of a problem no kernel of a GPU declares: features, and the size of its pages."""
     declared = [d.features for d in selection.KERNELS if target.arch in d.archs]
-    missing = problem.required_features() - frozenset[Feature]().union(*declared)
+    missing = problem.required_features() - selection.APPEND.features
+    missing -= frozenset[Feature]().union(*declared)
     names = sorted(feature.value for feature in missing)
     plain = AttentionProblem(
         dtype=problem.dtype,
@@ -484,6 +485,8 @@ def test_sweep_skips_what_is_not_declared_and_nothing_else(monkeypatch: pytest.M
     a = call_of(case | {"batch_idx": False, "leftpad": False}, sizes_of(case), "cpu")
     a = {n: toy_gpu.on_gpu(v) if isinstance(v, torch.Tensor) else v for n, v in a.items()}
     lacking = {Feature.APPEND_KV, Feature.ROTARY}
+    nothing = dataclasses.replace(selection.APPEND, features=frozenset())
+    monkeypatch.setattr(selection, "APPEND", nothing)
     for features, names in (
         (frozenset(Feature) - lacking, "append_kv, rotary"),
         (frozenset(Feature) - lacking - {Feature.PAGED_KV}, "append_kv, paged_kv, rotary"),

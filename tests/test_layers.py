@@ -30,6 +30,7 @@ LAYERS = {
     "sm80": 3, "sm90": 3, "sm100": 3,
     "subclassing": 4, "selection": 4, "cache": 4, "compile": 4, "plan": 4, "launch": 4,
     "splitting": 4, "combine_plan": 4, "splits": 4, "scheduling": 4, "current": 4,
+    "append_plan": 4,
     "ops": 5, "api": 5, "builder": 5, "combine": 5, "flex": 5, "kvcache": 5, "metadata": 5,
     "viz": 5, "__init__": 5, "__main__": 5,
 }  # fmt: skip

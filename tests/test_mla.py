@@ -88,7 +88,6 @@ def test_qv_is_refused_while_no_kernel_declares_it(monkeypatch: pytest.MonkeyPat
         ({"has_block_mask": True}, "block_sparsity"),
         ({"requires_grad": True}, "gradient"),
         ({"page_size": 64, "has_leftpad": True}, "leftpad in pages"),
-        ({"has_new_keys": True}, "append_kv"),
         ({"page_size": 12}, r"page_size 12 \(has multiples of 8; nearest 16\)"),
     ],
 )

@@ -43,8 +43,10 @@ def test_few_queries_are_packed_and_a_switch_decides():
 
 def test_a_packed_length_is_only_a_hint():
     packed = dict(is_packed_q=True, is_packed_k=True)
-    assert key(**packed).spec.pack_heads == 1
-    assert key(**packed, pack_gqa=True).spec.pack_heads == 4
+    for hint in (1, 5000):
+        many, few = (key(**packed, seqlen_q=hint, mean_q=mean) for mean in (500, 8))
+        assert many.spec.pack_heads == 1 and few.spec.pack_heads == 4
+    assert key(**packed, pack_gqa=True, mean_q=500).spec.pack_heads == 4
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def test_short_keys_under_a_causal_mask_take_another_tile():
 
 def test_refusal_lists_what_each_kernel_lacks():
     with pytest.raises(UnsupportedProblem) as caught:
-        key(has_new_keys=True, has_qv=True, pack_gqa=True, num_heads_kv=2)
-    assert "FlashAttentionForwardSm90 lacks append_kv; qv" in str(caught.value)
+        key(requires_grad=True, has_qv=True, pack_gqa=True, num_heads_kv=2)
+    assert "FlashAttentionForwardSm90 lacks gradient; qv" in str(caught.value)
     assert "sm_90a" in str(caught.value)
 
 
@@ -166,7 +166,8 @@ def test_every_feature_not_declared_is_refused():
     }
     for feature, change in asking.items():
         answer = selection.is_supported(problem(**change), H200)
-        assert bool(answer) == (feature in selection.SM90.features), feature
+        declared = selection.SM90.features | selection.APPEND.features
+        assert bool(answer) == (feature in declared), feature
         assert answer or feature.value in answer.reason
 
 

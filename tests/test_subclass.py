@@ -129,8 +129,8 @@ def test_what_a_subclass_lacks_is_refused_by_name():
 
 def test_what_the_base_lacks_the_subclass_lacks():
     more = type("More", (Base,), {"lacks": frozenset()})
-    with pytest.raises(UnsupportedProblem, match="More lacks append_kv; qv"):
-        key_of(more, has_new_keys=True, has_qv=True)
+    with pytest.raises(UnsupportedProblem, match="More lacks gradient; qv"):
+        key_of(more, requires_grad=True, has_qv=True)
 
 
 def test_lacks_is_inherited_and_can_be_said_anew():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_cute import capture, compile, current, launch, plan, selection
+from flash_cute import append_plan, capture, compile, current, launch, plan, selection
 from flash_cute.arguments import ForwardArguments
 from flash_cute.target import Target
 
@@ -51,6 +51,9 @@ class ToyTensor(torch.Tensor):
     def permute(self, *axes: Any) -> Any:
         return on_gpu(super().permute(*axes))
 
+    def narrow(self, *slice_: Any) -> Any:
+        return on_gpu(super().narrow(*slice_))
+
 
 def on_gpu(tensor: torch.Tensor, index: int = 0) -> torch.Tensor:
     """Return a view of a tensor that lies on the toy GPU of that number."""
@@ -66,7 +69,8 @@ class Launches:
     def __init__(self) -> None:
         self.looked_up: list[selection.KernelKey] = []  # by the calls that go the long way
         self.launched: list[selection.KernelKey] = []
-        self.arguments: tuple[Any, ...] = ()
+        self.arguments: tuple[Any, ...] = ()  # of the last launch
+        self.all_arguments: list[tuple[Any, ...]] = []
 
     def executable(self, key: selection.KernelKey) -> Any:
         """Look up a kernel, as compile.executable does."""
@@ -76,6 +80,7 @@ class Launches:
     def _launch(self, key: selection.KernelKey, *arguments: Any) -> None:
         self.launched.append(key)
         self.arguments = arguments
+        self.all_arguments.append(arguments)
 
     @property
     def named(self) -> ForwardArguments:
@@ -99,7 +104,8 @@ def install(patch: pytest.MonkeyPatch) -> Launches:
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     patch.setattr(compile, "executable", launches.executable)
     patch.setattr(capture, "_TENSOR_CLASSES", (*capture._TENSOR_CLASSES, ToyTensor))
-    patch.setattr(launch, "_plans", {})
+    for module in (launch, append_plan):
+        patch.setattr(module, "_plans", {})
     patch.setattr(current, "is_capturing", lambda: False)
     patch.setattr(current, "current_device", lambda: 0)
     patch.setattr(current, "raw_stream", lambda index: 0)

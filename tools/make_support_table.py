@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the declarations of this tree, whether installed or not
 
 from flash_cute.features import Feature  # noqa: E402
-from flash_cute.selection import KERNELS, Declaration  # noqa: E402
+from flash_cute.selection import APPEND, KERNELS, Declaration  # noqa: E402
 
 PAGE = ROOT / "docs" / "support.md"
 
@@ -32,6 +32,9 @@ FEATURES = """\
 ## Features
 
 A call that uses a feature requires it; a call that does not runs on kernels without it, too.
+"""
+COMPANION = f"""\
+`{APPEND.kernel}` runs before attention, on the same stream and on any architecture.
 """
 
 
@@ -66,12 +69,17 @@ def page() -> str:
     )
     features = table(
         ["feature", "what it is", *[f"`{k.kernel}`" for k in KERNELS]],
-        [
-            [f"`{f.value}`", f.doc, *["yes" if f in k.features else "no" for k in KERNELS]]
-            for f in Feature
-        ],
+        [[f"`{f.value}`", f.doc, *[answer(f, k) for k in KERNELS]] for f in Feature],
     )
-    return "\n".join([HEAD, "## Kernels\n", kernels, FEATURES, features])
+    more = ["", COMPANION] if APPEND.features else []
+    return "\n".join([HEAD, "## Kernels\n", kernels, FEATURES, features]) + "\n".join(more)
+
+
+def answer(feature: Feature, kernel: Declaration) -> str:
+    """Say whether a call that requires a feature can run on a kernel."""
+    if feature in kernel.features:
+        return "yes"
+    return f"yes, with `{APPEND.kernel}`" if feature in APPEND.features else "no"
 
 
 def main(argv: list[str] | None = None) -> int:
