@@ -55,7 +55,9 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
     is_full = tiles >= WELL_FILLED * slots
     if not p.has_scheduler_metadata and blocks <= least:
         return Splits()
-    if not (p.has_ragged_lengths or p.has_scheduler_metadata):
+    # One sequence alone is divided evenly whatever its length: nothing has to be counted.
+    is_counted = p.has_ragged_lengths and p.batch > 1
+    if not (is_counted or p.has_scheduler_metadata):
         count = min(slots // max(tiles, 1), blocks // least, MAX_SPLITS)
         return Splits() if is_full or count <= 1 else Splits(count, is_split=True)
     # A sequence longer than the others is split also where the tiles fill everything.

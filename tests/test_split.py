@@ -51,11 +51,13 @@ def test_a_number_decides():
 
 def test_lengths_on_the_device_are_counted_there():
     used = dict(has_seqused_k=True, num_heads_kv=2)
-    assert splits_of(**used).is_counted
+    assert splits_of(batch=2, **used).is_counted
+    alone = splits_of(**used)  # equal parts of one sequence need no counting
+    assert alone.is_split and not alone.is_counted
     assert splits_of(batch=500, **used).is_counted  # one may be longer than the others
     assert not splits_of(batch=500, seqlen_q=500, **used).is_split
     assert not splits_of(seqlen_k=200, **used).is_split
-    assert splits_of(seqlen_k=200, has_scheduler_metadata=True, **used).is_counted
+    assert splits_of(seqlen_k=200, batch=2, has_scheduler_metadata=True, **used).is_counted
 
 
 def test_hints_decide_nothing():

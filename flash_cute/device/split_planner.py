@@ -4,8 +4,8 @@ A part is a run of key blocks. All parts are of at most one size: the given one,
 which all tiles run at the same time. Where there are more tiles than slots even without splitting,
 the size is what each slot has to do on average: only sequences longer than that are split.
 
-One CTA. A thread looks at every THREADS-th sequence, again for each size that is tried: a dozen
-times, of numbers that are in L1 by then.
+One CTA. A thread looks at every THREADS-th sequence first; then each warp tries a size, all of them
+together WARPS sizes at a time, so that four rounds find the best of thousands.
 """
 
 import typing
@@ -21,6 +21,7 @@ from flash_cute.device.seqlen import SequenceTable
 
 THREADS = 256
 WARP = 32
+WARPS = THREADS // WARP
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class SplitPlanner:
     def kernel(self, p: PlannerParams):
         """One CTA."""
         thread, _, _ = cute.arch.thread_idx()
-        words = SmemAllocator().allocate_tensor(Float32, cute.make_layout(THREADS // WARP), 16)
+        words = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), 16)
         size = p.split_blocks
         if size <= 0:
             size = self.best_size(p, words, thread)
@@ -136,38 +137,56 @@ class SplitPlanner:
         if num_tiles >= slots:
             high = low
         while low < high:
-            size = (low + high) // 2
-            if self.tiles_with(p, words, thread, size) <= slots:
-                high = size
-            else:
-                low = size + 1
+            low, high = self.narrowed(p, words, thread, low, high)
         return low
 
     @cute.jit
-    def tiles_with(self, p: PlannerParams, words: cute.Tensor, thread: Int32, size: Int32):
-        """Tiles that there are with parts of that size."""
+    def narrowed(
+        self, p: PlannerParams, words: cute.Tensor, thread: Int32, low: Int32, high: Int32
+    ):
+        """The bounds of the smallest size that fits, closer: each warp tries a size between them."""
+        span, warp, lane = high - low, thread // WARP, thread % WARP
+        size = low + (warp + 1) * span // (WARPS + 1)
         num_tiles = Float32(0.0)
-        for batch in cutlass.range(thread, p.sequences.batch, THREADS, unroll=1):
+        for batch in cutlass.range(lane, p.sequences.batch, WARP, unroll=1):
             tiles, blocks = self.work_of(p, batch)
             num_tiles += Float32(tiles) * Float32((blocks + size - 1) // size)
-        return self.over_all(words, thread, num_tiles, False)
+        num_tiles = self.over_warp(num_tiles, False)
+        if lane == 0:
+            words[warp] = num_tiles
+        cute.arch.sync_threads()
+        first = low
+        for i in cutlass.range_constexpr(WARPS):
+            tried = first + (i + 1) * span // (WARPS + 1)
+            if words[i] <= Float32(p.slots):
+                high = cutlass.min(high, tried)
+            else:
+                low = cutlass.max(low, tried + 1)
+        cute.arch.sync_threads()  # before the next sizes are tried
+        return low, high
 
     @cute.jit
     def over_all(
         self, words: cute.Tensor, thread: Int32, value: Float32, is_max: cutlass.Constexpr[bool]
     ) -> Float32:
         """The sum or the maximum over all threads, for all threads."""
-        for offset in (16, 8, 4, 2, 1):
-            other = cute.arch.shuffle_sync_bfly(value, offset=offset)
-            value = self.joined(value, other, is_max)
+        value = self.over_warp(value, is_max)
         if thread % WARP == 0:
             words[thread // WARP] = value
         cute.arch.sync_threads()
         result = words[0]
-        for warp in cutlass.range_constexpr(1, THREADS // WARP):
+        for warp in cutlass.range_constexpr(1, WARPS):
             result = self.joined(result, words[warp], is_max)
         cute.arch.sync_threads()  # before the next value is written
         return result
+
+    @cute.jit
+    def over_warp(self, value: Float32, is_max: cutlass.Constexpr[bool]) -> Float32:
+        """The sum or the maximum over a warp, for all its lanes."""
+        for offset in (16, 8, 4, 2, 1):
+            other = cute.arch.shuffle_sync_bfly(value, offset=offset)
+            value = self.joined(value, other, is_max)
+        return value
 
     def joined(self, a: Float32, b: Float32, is_max: bool) -> Float32:
         """The sum or the maximum of two."""
