@@ -144,7 +144,7 @@ class SplitPlanner:
     def narrowed(
         self, p: PlannerParams, words: cute.Tensor, thread: Int32, low: Int32, high: Int32
     ):
-        """The bounds of the smallest size that fits, closer: each warp tries a size between them."""
+        """Closer bounds of the smallest size that fits: each warp tries a size between them."""
         span, warp, lane = high - low, thread // WARP, thread % WARP
         size = low + (warp + 1) * span // (WARPS + 1)
         num_tiles = Float32(0.0)
