@@ -147,14 +147,13 @@ class LaunchPlan:
             if split_counts is None:
                 split_counts = self.planner.counts(lengths, self.device_index, stream)
             counts = split_counts.data_ptr()
-        shape, lse_shape = merge.partial_shape, merge.partial_lse_shape
-        partial = current.empty(shape, contiguous_strides(shape), torch.float32)
-        partial_lse = current.empty(lse_shape, contiguous_strides(lse_shape), torch.float32)
-        partials = (partial.data_ptr(), partial_lse.data_ptr())
+        workspace = current.empty(merge.workspace_shape, (1,), torch.float32)
+        address = workspace.data_ptr()
+        partials = (address, address + merge.lse_offset)
         extras += (counts,)
         self.executable(*qkv, *partials, counter, *extras, *self.arguments, stream, *captured)
         cu_seqlens_q, _, seqused_q = extras[:3]
-        merge.run(partial, partial_lse, results, (cu_seqlens_q, seqused_q, counts), stream)
+        merge.run(partials, results, (cu_seqlens_q, seqused_q, counts), stream)
         return out if lse is None else (out, lse)
 
 

@@ -6,6 +6,7 @@ its log-sum-exp into a workspace; the kernel of `combine_plan` merges them on th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +24,14 @@ from flash_cute.target import Target
 class Merge:
     """What follows a launch on split keys.
 
-    Shapes: partial_shape, partial_lse_shape: of the workspace, contiguous, float32
+    Shapes: workspace_shape: (elements,) float32: the partial results, (parts, batch, rows, heads,
+            dim) or packed without batch, and their log-sum-exp, `lse_offset` bytes behind
     """
 
     plan: CombinePlan
     partial_shape: tuple[int, ...]
-    partial_lse_shape: tuple[int, ...]
+    workspace_shape: tuple[int]
+    lse_offset: int
 
     @property
     def parts_as_batches(self) -> tuple[int, ...]:
@@ -38,8 +41,7 @@ class Merge:
 
     def run(
         self,
-        partial: torch.Tensor,
-        partial_lse: torch.Tensor,
+        partials: tuple[int, int],
         results: tuple[int, int],
         lengths: tuple[int, int, int],
         stream: int,
@@ -47,11 +49,11 @@ class Merge:
         """Enqueue the merge.
 
         Args:
+            partials: addresses of the two halves of the workspace.
             results: addresses of out and lse.
             lengths: addresses of cu_seqlens, seqused and the numbers of parts.
         """
-        addresses = (partial.data_ptr(), partial_lse.data_ptr(), *results, *lengths)
-        self.plan.run(addresses, stream)
+        self.plan.run((*partials, *results, *lengths), stream)
 
 
 def merge_key(problem: AttentionProblem, key: KernelKey) -> CombineKey | None:
@@ -105,7 +107,6 @@ def make_merge(
     p, is_packed = problem, problem.is_packed_q
     *batch, rows, heads, _ = inputs.q.shape
     partial = (num_splits, *batch, rows, heads, p.head_dim_v)
-    partial_lse = (num_splits, *batch, heads, rows)
     num_batch = 1 if is_packed else batch[0]
     row, sequence = heads * p.head_dim_v, rows * heads * p.head_dim_v
     lse_sequence = rows * heads
@@ -117,4 +118,6 @@ def make_merge(
     )
     shape = (num_splits, num_batch, rows, heads, p.head_dim_v)
     plan = make_combine_plan(executable, shape, strides, p.batch if is_packed else None)
-    return Merge(plan, partial, partial_lse)
+    elements = math.prod(partial)
+    lse_elements = num_splits * num_batch * lse_sequence
+    return Merge(plan, partial, (elements + lse_elements,), 4 * elements)
