@@ -143,13 +143,17 @@ def check(operands, lengths=None, **options):
         checks.assert_attention(got, *exact)
 
 
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)]
+ROWS = [1, 17, 200]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)])
-@pytest.mark.parametrize("rows", [1, 17, 200])
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("rows", ROWS)
 def test_parts_give_the_whole(gpu: None, rows: int, dims):
+    """Causal or not by turns: each head dim and each number of rows is both, at fewer compiles."""
     operands = checks.gaussian(checks.Case(2, 4, 2, rows, 1000, *dims), "cuda")
-    for causal in (False, True):
-        check(operands, causal=causal)
+    check(operands, causal=(DIMS.index(dims) + ROWS.index(rows)) % 2 == 1)
 
 
 @pytest.mark.gpu
