@@ -6,6 +6,7 @@ The CPU reference says what is right; `test_kvcache` holds that to a definition.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -365,24 +366,28 @@ OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (12, 1)}]
 @pytest.mark.parametrize("kind", ROTARY)
 @pytest.mark.parametrize("page_size", [None, 1, 4, 16, 64])
 def test_calls_match_the_reference(hopper: None, page_size: int | None, kind: str | None):
+    """Half of the cases for each size of pages: attention has a kernel for each."""
     found = []
-    for s in cases(head_dim=128, head_dim_v=128, rotary=kind, page_size=page_size, num_heads_q=8):
+    half = slice(8) if page_size in (1, 4, 64) else slice(7, None)
+    sizes = {"head_dim": 128, "head_dim_v": 128, "num_heads_q": 8}
+    for s in cases(**sizes, rotary=kind, page_size=page_size)[half]:
         plain = dataclasses.replace(s, has_batch_idx=False, firsts=None)
-        found += [s] * is_declared(s) + [plain] * is_declared(plain)
+        found += [one for one in (s, plain) if is_declared(one)][:1]
     if not found:
         pytest.skip("no kernel declares such pages")
     for n, s in enumerate(dict.fromkeys(found)):
-        check(call_of(s) | OPTIONS[n // 3 % 3], num_splits=(1, 3)[n % 2])
+        check(call_of(s) | OPTIONS[n // 3 % 3], num_splits=(1, 3)[n // 2 % 2])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(64, 64), (96, 72), (192, 128), (256, 256)], ids=str)
 def test_head_dims(hopper: None, dims: tuple[int, int]):
-    for dtype, kind in ((BF16, "interleaved"), (FP16, "halves")):
+    """Dtypes, and what is done to scores, by turns: attention has a kernel for each."""
+    turns = ((BF16, {"softcap": 3.0}), (FP16, {"causal": True}), (BF16, {"attention_chunk": 16}))
+    for (dtype, options), kind in itertools.product(turns, ("interleaved", "halves")):
         sizes = {"head_dim": dims[0], "head_dim_v": dims[1], "rotary": kind, "dtype": dtype}
         s = setup(**sizes, rotary_dim=dims[0] // 16 * 16, ends=(70, 33), new=(5, 5), lens_q=(5, 5))
-        for options in ({"softcap": 3.0}, {"causal": True}, {"attention_chunk": 16}):
-            check(call_of(s) | options)
+        check(call_of(s) | options)
 
 
 @pytest.mark.gpu

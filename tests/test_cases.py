@@ -311,8 +311,10 @@ def test_case_22_right_or_refused(device: str, head_dim: int, head_dim_v: int):
             flash_attn_func(q, k, v)
 
 
-@pytest.mark.parametrize(("heads_q", "heads_kv"), [(5, 1), (9, 3), (14, 2), (96, 8)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "causal"),
+    [(5, 1, False), (9, 3, True), (14, 2, True), (96, 8, False)],
+)
 def test_case_23_pack_gqa_does_not_change_the_result(
     device: str, heads_q: int, heads_kv: int, causal: bool
 ):

@@ -267,8 +267,9 @@ def test_rows_and_paddings_of_the_cache(gpu: None):
         for target, x in zip(caches, (k, v), strict=True):
             target[rows[b], span] = x[b, span]
         kept.append([x[b : b + 1, span] for x in (k, v)])
-    for options in ({}, {"causal": True}, {"window_size": (100, 3)}):
-        for num_splits in (0, 1, 4):
+    turns = (({}, (0, 1)), ({"causal": True}, (1, 4)), ({"window_size": (100, 3)}, (4, 0)))
+    for options, numbers in turns:
+        for num_splits in numbers:
             arguments = {"cache_seqlens": end, "cache_batch_idx": rows, "cache_leftpad": first}
             arguments |= options | {"num_splits": num_splits, "return_softmax_lse": True}
             out, lse = flash_attn_with_kvcache(q, *caches, **arguments)
