@@ -485,7 +485,8 @@ def test_sweep_skips_what_is_not_declared_and_nothing_else(monkeypatch: pytest.M
     toy_gpu.install(monkeypatch)
     is_one = lambda c: c["append"] == "padded" and c["rotary"] and c["page_size"] == 4
     case = each_length(next(filter(is_one, CASES)))[0]
-    a = call_of(case | {"batch_idx": False, "leftpad": False}, sizes_of(case), "cpu")
+    plain = {"batch_idx": False, "leftpad": False, "metadata": False}
+    a = call_of(case | plain, sizes_of(case), "cpu")
     a = {n: toy_gpu.on_gpu(v) if isinstance(v, torch.Tensor) else v for n, v in a.items()}
     lacking = {Feature.APPEND_KV, Feature.ROTARY}
     nothing = dataclasses.replace(selection.APPEND, features=frozenset())
