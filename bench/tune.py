@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,6 +21,11 @@ from .shapes import Shape
 
 DEFAULT = "default"
 TILE_N_STEPS = (-48, -32, -16, 16, 32, 48)
+SWITCHES = {  # what it is called without and with each of them
+    "use_ping_pong": ("no turns", "turns"),
+    "waits_late": ("early wait", "late wait"),
+    "keeps_q": ("q not kept", "q kept"),
+}
 SECTION_FACTORS = (0.5, 2.0, 3.0, 4.0)
 
 
@@ -98,18 +103,18 @@ def with_section(plan: Any, shape: Shape, factor: float) -> Any:
 def choices(shape: Shape, arch: str) -> list[Choice]:
     """The default of a shape on a target, then all that differs from it in one number."""
     from flash_cute import selection
-    from flash_cute.sm90.config import ForwardConfigSm90
     from flash_cute.target import Target
 
     key = selection.key_for(shapes.problem_of(shape, "cpu"), Target.from_arch(arch))
-    config = cast(ForwardConfigSm90, key.config)
+    config: Any = key.config
     changed = [(f"tile_n {config.tile_n + s}", {"tile_n": config.tile_n + s}) for s in TILE_N_STEPS]
     changed += [
         (f"{config.num_stages + s} stages", {"num_stages": config.num_stages + s}) for s in (-1, 1)
     ]
-    turns, late = not config.use_ping_pong, not config.waits_late
-    changed.append(("turns" if turns else "no turns", {"use_ping_pong": turns}))
-    changed.append(("late wait" if late else "early wait", {"waits_late": late}))
+    for field, (without, with_it) in SWITCHES.items():
+        if hasattr(config, field):
+            is_on = not getattr(config, field)
+            changed.append((with_it if is_on else without, {field: is_on}))
     found = [Choice(DEFAULT, config)]
     for name, fields in changed:
         other = replace(config, **fields)

@@ -187,8 +187,8 @@ def make_plan(
         raise UnsupportedProblem(
             f"the problem has {num_tiles} query tiles, at most 2**31: split it"
         )
-    num_ctas = min(target.num_sms * kernel_key.config.ctas_per_sm, num_tiles)
-    is_counted = num_ctas < num_tiles or p.is_packed_q or planner is not None
+    is_uneven = p.is_packed_q or planner is not None
+    num_ctas, is_counted = _grid(kernel_key, target, num_tiles, is_uneven)
     out_strides = contiguous_strides(out_shape)
     given_strides = out_strides if out is None else out.stride()
     written, merge = (out_shape, given_strides), None
@@ -224,6 +224,20 @@ def make_plan(
         merge=merge,
         planner=planner,
     )
+
+
+def _grid(
+    key: selection.KernelKey, target: Target, num_tiles: int, is_uneven: bool
+) -> tuple[int, bool]:
+    """CTAs of a launch, and whether they count the tiles that they take.
+
+    Args:
+        is_uneven: the number of tiles is known to the device alone, num_tiles the most.
+    """
+    if not key.config.is_persistent:
+        return num_tiles, False
+    num_ctas = min(target.num_sms * key.config.ctas_per_sm, num_tiles)
+    return num_ctas, num_ctas < num_tiles or is_uneven
 
 
 def _splits(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -19,11 +20,14 @@ from flash_cute import env, splits
 from flash_cute.errors import InvalidProblem, UnsupportedProblem, refuse
 from flash_cute.features import Feature
 from flash_cute.problem import AttentionProblem, Support
+from flash_cute.sm80 import config as sm80
 from flash_cute.sm90 import config as sm90
-from flash_cute.specialization import ForwardSpecialization
+from flash_cute.specialization import LONG_SEQLEN, ForwardSpecialization, TileFacts
 from flash_cute.subclassing import build, lacked_features
 from flash_cute.target import Target
 from flash_cute.variant import CallbackKey
+
+Config = sm80.ForwardConfigSm80 | sm90.ConfigSm90
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPE_NAMES = {**DTYPE_NAMES, torch.float32: "fp32"}
@@ -37,19 +41,24 @@ class Declaration:
     Units: head dims are multiples of `head_dim_step`, rounded up to one of `tile_head_dims`;
            head_dim_v likewise to one of `tile_head_dims_v` or, without any, to one of those of
            head_dim that is at most as large. `needs` is what calls ask for that the kernel is for;
-           others are not its business. Without `gathers_keys` keys are loaded by 8 and more.
+           others are not its business. Without `gathers_keys` keys are loaded by 8 and more,
+           without `loads_pieces` they are always gathered. On `archs_by_class` the kernel runs
+           only where it is asked for.
     """
 
     kernel: str
     module: str
     archs: tuple[str, ...]
     features: frozenset[Feature]
+    choose_config: Callable[[ForwardSpecialization, TileFacts], Config]
+    archs_by_class: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bf16", "fp16")
     head_dim_step: int = 8
     tile_head_dims: tuple[int, ...] = sm90.TILE_HEAD_DIMS
     tile_head_dims_v: tuple[int, ...] = ()
     needs: frozenset[Feature] = frozenset()
     gathers_keys: bool = True
+    loads_pieces: bool = True
 
     def tile_of(self, p: AttentionProblem) -> tuple[int, int]:
         """Round the head dims up to ones that have tiles; a head dim of q that is not there to any.
@@ -81,10 +90,12 @@ class Declaration:
         features = self.features - lacked_features(kernel)
         return replace(self, kernel=kernel.__name__, features=features)
 
-    def lacks(self, problem: AttentionProblem, target: Target) -> list[str]:
+    def lacks(
+        self, problem: AttentionProblem, target: Target, is_asked_for: bool = False
+    ) -> list[str]:
         """Say what keeps this kernel from running `problem` on `target`; empty if nothing does."""
         missing: list[str] = []
-        if target.arch not in self.archs:
+        if target.arch not in self.archs + (self.archs_by_class if is_asked_for else ()):
             missing.append(f"runs on {', '.join(self.archs)}, not on {target.arch}")
         required = problem.required_features() - APPEND.features
         missing += sorted(feature.value for feature in required - self.features)
@@ -155,6 +166,7 @@ SM90 = Declaration(
             Feature.LEFTPAD,
         }
     ),
+    choose_config=sm90.choose_config,
 )
 
 SM90_MLA = Declaration(
@@ -181,13 +193,26 @@ SM90_MLA = Declaration(
             Feature.QV,
         }
     ),
+    choose_config=sm90.choose_config,
     tile_head_dims=(sm90.MLA_TILE_D,),
     tile_head_dims_v=(sm90.MLA_TILE_DV,),
     needs=frozenset({Feature.QV}),
     gathers_keys=False,
 )
 
-ALL_KERNELS = (SM90, SM90_MLA)
+# It runs on Hopper too, where it is tested.
+SM80 = Declaration(
+    kernel="FlashAttentionForwardSm80",
+    module="flash_cute.sm80.fwd",
+    archs=("sm_80", "sm_86", "sm_89", "sm_120a"),
+    archs_by_class=("sm_90a",),
+    features=SM90.features,
+    choose_config=sm80.choose_config,
+    tile_head_dims=sm80.TILE_HEAD_DIMS,
+    loads_pieces=False,
+)
+
+ALL_KERNELS = (SM90, SM90_MLA, SM80)
 KERNELS = (SM90, SM90_MLA)  # those whose tests have passed on a GPU
 
 
@@ -228,7 +253,7 @@ class KernelKey:
     kernel: str
     arch: str
     spec: ForwardSpecialization
-    config: sm90.ConfigSm90
+    config: Config
 
 
 @dataclass(frozen=True)
@@ -356,7 +381,7 @@ def key_for(
     if kernel is not None:
         candidates = [d.narrowed(kernel) for d in KERNELS if d.is_class(kernel)]
     for declaration in candidates:
-        if not declaration.lacks(problem, target):
+        if not declaration.lacks(problem, target, kernel is not None):
             is_own = any(kernel is d.loaded_class for d in KERNELS)
             return _key(declaration, problem, target, variant, None if is_own else kernel)
     raise UnsupportedProblem(_refusal(candidates, problem, target, kernel))
@@ -439,13 +464,13 @@ def _key(
         has_block_mask=p.has_block_mask,
         has_full_blocks=variant.has_full_blocks,
         block_mod=variant.block_mod,
-        page_rows=_page_rows(p, sm90.SMALLEST_TILE_N) if p.page_size else 0,
+        page_rows=_page_rows(declaration, p, sm90.SMALLEST_TILE_N),
         has_batch_idx=p.has_batch_idx,
         has_leftpad=p.has_leftpad,
         has_qv=p.has_qv,
         is_only_qv=p.is_only_qv,
     )
-    config = _config(p, spec, variant)
+    config = declaration.choose_config(spec, _tile_facts(p, variant, target))
     if subclass is not None:
         config = _asked_config(subclass, spec, config)
     if variant.block_size is not None and not config.divides(variant.block_size, spec):
@@ -453,8 +478,7 @@ def _key(
             f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of (64, 16): tiles "
             f"of {declaration.kernel} must divide it"
         )
-    if p.page_size is not None:
-        spec = replace(spec, page_rows=_page_rows(p, config.tile_n))
+    spec = replace(spec, page_rows=_page_rows(declaration, p, config.tile_n))
     if Feature.PACK_GQA in declaration.features:
         spec = replace(spec, pack_heads=_pack_heads(p, config, variant))
     if Feature.SPLIT_KV in declaration.features:
@@ -467,15 +491,12 @@ def _key(
     return KernelKey(declaration.kernel, target.arch, spec, config)
 
 
-def _config(p: AttentionProblem, spec: ForwardSpecialization, variant: Variant) -> sm90.ConfigSm90:
-    if p.has_qv:
-        return sm90.MlaConfigSm90()
-    if p.may_split and _rows_of_heads(p) <= sm90.DECODE_ROWS and not p.has_block_mask:
-        return sm90.decode_config(spec)
+def _tile_facts(p: AttentionProblem, variant: Variant, target: Target) -> TileFacts:
     # A packed length is a hint that must not shape code, nor must the room in a page table.
     is_hint = p.is_packed_k or p.page_size is not None
-    seqlen_k = sm90.LONG_SEQLEN if is_hint else p.seqlen_k
-    return sm90.default_config(spec, seqlen_k, variant.block_size)
+    seqlen_k = LONG_SEQLEN if is_hint else p.seqlen_k
+    few_rows = _rows_of_heads(p) if p.may_split and not p.has_block_mask else None
+    return TileFacts(seqlen_k, few_rows, variant.block_size, target.smem_bytes)
 
 
 def _rows_of_heads(p: AttentionProblem) -> int:
@@ -484,13 +505,15 @@ def _rows_of_heads(p: AttentionProblem) -> int:
     return group * -(-p.queries // 8) * 8 if group > 1 else p.queries
 
 
-def _page_rows(p: AttentionProblem, tile_n: int) -> int:
+def _page_rows(declaration: Declaration, p: AttentionProblem, tile_n: int) -> int:
     """Keys of one load, which lie in one page and one tile; 1 where they are gathered."""
-    rows = math.gcd(p.page_size or 1, tile_n)
-    return 1 if rows % 8 or p.has_leftpad else rows
+    if p.page_size is None:
+        return 0
+    rows = math.gcd(p.page_size, tile_n)
+    return 1 if rows % 8 or p.has_leftpad or not declaration.loads_pieces else rows
 
 
-def _pack_heads(p: AttentionProblem, config: sm90.ConfigSm90, variant: Variant) -> int:
+def _pack_heads(p: AttentionProblem, config: Config, variant: Variant) -> int:
     """Query heads in a tile: by itself only where one head's queries leave half of it empty.
 
     With qv, where heads are the fast index of rows, all that a tile has room for.
@@ -512,9 +535,7 @@ def _pack_heads(p: AttentionProblem, config: sm90.ConfigSm90, variant: Variant) 
     return heads
 
 
-def _asked_config(
-    kernel: type[Any], spec: ForwardSpecialization, config: sm90.ConfigSm90
-) -> sm90.ConfigSm90:
+def _asked_config(kernel: type[Any], spec: ForwardSpecialization, config: Config) -> Config:
     """The config that a derived class wants instead of the package's choice."""
     asked: object = kernel.config_for(spec, config)
     hook = f"{kernel.__name__}.config_for(...)"
@@ -535,7 +556,8 @@ def _refusal(
         known = ", ".join(d.kernel for d in KERNELS)
         return f"kernel is {kernel}, expected one of {known}, or a class derived from one"
     concerned = [d for d in candidates if d.serves(problem)] or candidates
-    reasons = [f"{d.kernel} lacks {'; '.join(d.lacks(problem, target))}" for d in concerned]
+    lacks = [d.lacks(problem, target, kernel is not None) for d in concerned]
+    reasons = [f"{d.kernel} lacks {'; '.join(x)}" for d, x in zip(concerned, lacks, strict=True)]
     advice = "the CPU reference does all of it: move the tensors with .cpu()"
     if Feature.GRADIENT in problem.required_features():
         advice = "there is no backward kernel yet: call under torch.no_grad(), or pass q.detach()"

@@ -13,6 +13,25 @@ if TYPE_CHECKING:
     from flash_cute.variant import CallbackKey
 
 
+LONG_SEQLEN = 2**30  # stands for a number of keys that is not known
+
+
+@dataclass(frozen=True)
+class TileFacts:
+    """What chooses tiles beside the specialization.
+
+    Units: seqlen_k: keys, LONG_SEQLEN where their number is but a hint; few_rows: rows that the
+           queries of the heads of one key/value head take, None where the shape of a tile for
+           decoding is out of the question; block_size: (queries, keys) of a block mask's blocks;
+           smem_bytes: shared memory that a CTA may have
+    """
+
+    seqlen_k: int
+    few_rows: int | None
+    block_size: tuple[int, int] | None
+    smem_bytes: int
+
+
 @dataclass(frozen=True)
 class ForwardSpecialization:
     """Compile-time facts of one forward kernel.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import gpu_report
 import pytest
 import torch
+
+from flash_cute import selection
 
 CPU = pytest.param("cpu", marks=pytest.mark.cpu)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -13,9 +17,27 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 KERNEL_MAJORS = (9,)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernel",
+        choices=["sm80"],
+        help="prefer this kernel where it runs, on Hopper too: for GPU tests (-m gpu)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():
         gpu_report.register(config)
+
+
+@pytest.fixture(autouse=True)
+def preferred_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `--kernel` asks for becomes the first choice; others do what it lacks."""
+    if request.config.getoption("--kernel") != "sm80":
+        return
+    everywhere = selection.SM80.archs + selection.SM80.archs_by_class
+    preferred = dataclasses.replace(selection.SM80, archs=everywhere, archs_by_class=())
+    monkeypatch.setattr(selection, "KERNELS", (preferred, *selection.KERNELS))
 
 
 @pytest.fixture(params=[CPU, CUDA])

@@ -46,6 +46,41 @@ def softmax_step(
 
 
 @cute.jit
+def raise_maximum(
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    o_scale: cute.Tensor,
+    scale_log2: Float32,
+    rescale_threshold: cutlass.Constexpr[float],
+):
+    """The first half of `softmax_step`: maxima, and sums rescaled by o_scale; scores stay."""
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        old_max = row_max[r]
+        block_max = quad_max(reduce_in_chains(row_values(scores, r), cute.arch.fmax))
+        new_max = cute.arch.fmax(old_max, block_max)
+        safe_max = finite_or_zero(new_max)
+        # Not `rise > threshold`: a row that has seen no key has old_max -inf, or rise NaN.
+        is_kept = (safe_max - old_max) * scale_log2 <= rescale_threshold
+        factor = exp2((old_max - safe_max) * scale_log2)
+        o_scale[r] = cutlass.select_(is_kept, Float32(1.0), factor)
+        row_max[r] = cutlass.select_(is_kept, old_max, new_max)
+        row_sum[r] = row_sum[r] * o_scale[r]
+
+
+@cute.jit
+def weigh(scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32):
+    """The second half of `softmax_step`: weights in place of the scores, added to the sums."""
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        shift = -(finite_or_zero(row_max[r]) * scale_log2)
+        values = row_values(scores, r)
+        weights = [exp2(cute.math.fma(value, scale_log2, shift)) for value in values]
+        for i in cutlass.range_constexpr(len(weights)):
+            scores[r, i] = weights[i]
+        row_sum[r] = row_sum[r] + reduce_in_chains(weights, lambda a, b: a + b, num_chains=2)
+
+
+@cute.jit
 def advance_row(
     scores: cute.Tensor,
     r: cutlass.Constexpr[int],

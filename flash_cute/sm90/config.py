@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flash_cute.specialization import ForwardSpecialization
+from flash_cute.specialization import ForwardSpecialization, TileFacts
 
 SMEM_BYTES = 232_448  # 227 KB, what one CTA may have on SM90
 RESERVED_SMEM_BYTES = 1024  # of each CTA
@@ -33,6 +33,7 @@ class ForwardConfigSm90:
     regs_load: int = 24
     regs_mma: int = 240
     ctas_per_sm: int = 1
+    is_persistent: ClassVar[bool] = True  # CTAs take further tiles from a counter
     use_ping_pong: bool = True  # consumer warpgroups take turns at the tensor cores
     skips_blocks: bool = False  # a warpgroup passes over blocks that none of its rows see
     waits_late: bool = False  # for O of the block before: after the weights, which takes registers
@@ -134,6 +135,7 @@ class MlaConfigSm90:
     regs_mma: int = 224
     rescale_threshold: float = 8.0  # as in ForwardConfigSm90
 
+    is_persistent: ClassVar[bool] = True
     tile_m: ClassVar[int] = 64
     num_mma_warpgroups: ClassVar[int] = 2
     num_threads: ClassVar[int] = 3 * THREADS_PER_WARPGROUP
@@ -193,8 +195,16 @@ ConfigSm90 = ForwardConfigSm90 | MlaConfigSm90
 
 SMALLEST_TILE_N = 16
 DECODE_ROWS = 64  # of a tile: so few queries take the shape of tile below
-LONG_SEQLEN = 2**30
 SHORT_SEQLEN = 1536  # keys; below it a causal mask hides a large share of a 192-row tile
+
+
+def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ConfigSm90:
+    """The config of a problem."""
+    if spec.has_qv:
+        return MlaConfigSm90()
+    if facts.few_rows is not None and facts.few_rows <= DECODE_ROWS:
+        return decode_config(spec)
+    return default_config(spec, facts.seqlen_k, facts.block_size)
 
 
 def default_config(

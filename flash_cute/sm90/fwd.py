@@ -27,16 +27,13 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_cute.device import softmax
-from flash_cute.device.primitives import (
-    as_rows_cols,
-    fresh_thread_idx,
-    pack_halves,
-)
-from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90, Work
+from flash_cute.device.forward import Work
+from flash_cute.device.primitives import as_rows_cols, fresh_thread_idx
+from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.sm90.gather import GatherWarps
 from flash_cute.sm90.load import LoadWarp
-from flash_cute.sm90.params import ForwardParams, LaunchDescription, TmaOperand
+from flash_cute.sm90.params import ForwardParams, LaunchDescriptionSm90, TmaOperand
 from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
 from flash_cute.specialization import ForwardSpecialization
 
@@ -78,7 +75,7 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
     label = "flash_fwd_sm90"
 
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm90):
-        super().__init__(spec, config, LaunchDescription(spec, config))
+        super().__init__(spec, config, LaunchDescriptionSm90(spec, config))
         self.exchange = Exchange(spec, config, self.dtype)
         self.num_load_warps = WARPS_PER_WARPGROUP if spec.gathers_keys else 1
         self.loader = (GatherWarps if spec.gathers_keys else LoadWarp)(self.exchange, self.mask)
@@ -133,53 +130,6 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
             tile_state.advance()
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]
-
-    @cute.jit
-    def visit_range(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work: Work):
-        """All blocks of a tile: upper edge, full blocks, lower edge; returns the states."""
-        k_state, v_state = kv_state
-        blocks = work.blocks
-        n_block = blocks.end - 1
-        k_state = self.first_block(p, c, pipes, (k_state, v_state), work, n_block)
-        if const_expr(self.mask.has_end):
-            for _ in cutlass.range(n_block - blocks.full_end, unroll=1):
-                n_block -= 1
-                kv_state = (k_state, v_state)
-                k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
-        for _ in cutlass.range(n_block - blocks.full_begin, unroll=1):
-            n_block -= 1
-            k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, n_block, False)
-        if const_expr(self.mask.has_begin):
-            for _ in cutlass.range(n_block - blocks.begin, unroll=1):
-                n_block -= 1
-                kv_state = (k_state, v_state)
-                k_state, v_state = self.step(p, c, pipes, kv_state, work, n_block, True)
-        return k_state, v_state
-
-    @cute.jit
-    def visit_lists(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work: Work):
-        """All listed blocks of a tile: partial ones, full ones; returns the states.
-
-        The numbers of the blocks come with K. A tile without any visits block 0 and sees nothing.
-        """
-        k_state, v_state = kv_state
-        k_state = self.first_block(p, c, pipes, (k_state, v_state), work, None)
-        num_left = cutlass.max(work.num_partial - 1, 0)
-        for _ in cutlass.range(num_left, unroll=1):
-            k_state, v_state = self.step(p, c, pipes, (k_state, v_state), work, None, True)
-        num_full = work.num_partial + work.num_full - 1 - num_left
-        num_edges = num_full
-        if const_expr(not self.mask.has_end and not self.mask.has_begin):
-            # Where no block can reach past the keys a loop without the question.
-            has_edges = p.blocks.end_tile() * self.config.tile_n > work.seqlen.seqlen_k
-            num_edges = cutlass.select_(has_edges, num_full, Int32(0))
-            for _ in cutlass.range(num_full - num_edges, unroll=1):
-                kv_state = (k_state, v_state)
-                k_state, v_state = self.step(p, c, pipes, kv_state, work, None, False)
-        for _ in cutlass.range(num_edges, unroll=1):
-            kv_state = (k_state, v_state)
-            k_state, v_state = self.step(p, c, pipes, kv_state, work, None, False, True)
-        return k_state, v_state
 
     @cute.jit
     def visible_blocks(self, p: ForwardParams, c: Consumer, work: Work) -> Work:
@@ -241,16 +191,11 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
         pipes.k.consumer_release(k_state)
         S = as_rows_cols(acc_S)
         self.modify_scores(p, S, work, n_block, place, True)
-        if const_expr(self.spec.has_block_mask):
-            if work.num_partial + work.num_full == 0:
-                S.fill(-Float32.inf)
-        if const_expr(self.spec.is_split):
-            if work.is_empty:
-                S.fill(-Float32.inf)
+        self.hide_if_empty(S, work)
         self.first_weights(p, c, work, acc_S)
         self.clear_tail(c, pipes, v_state, work, n_block)
         k_state.advance()
-        return k_state
+        return k_state, v_state
 
     @cute.jit
     def block_in(self, c: Consumer, k_state, n_block):
@@ -329,13 +274,6 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
         return row, 2 * (thread % 4)
 
     # -- from scores to weights: the steps that another kind of attention overrides
-
-    @cute.jit
-    def first_weights(self, p: ForwardParams, c: Consumer, work: Work, acc_S):
-        """P of a tile's first block of scores; starts the running maximum and sum."""
-        S, scale_log2 = as_rows_cols(acc_S), self.scale_log2(p)
-        softmax.softmax_step(S, c.row_max, c.row_sum, c.o_scale, scale_log2, 0.0, True)
-        self.round_weights(acc_S, c.rP)
 
     @cute.jit
     def next_weights(
@@ -419,13 +357,6 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
         self.finish_product(pipes, v_state)
         v_state.advance()
         return v_state
-
-    @cute.jit
-    def round_weights(self, weights, rP):
-        """P = weights in the input dtype; accumulator and A fragment share one element order."""
-        words = cute.recast_tensor(rP, Int32)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = pack_halves(weights[2 * i], weights[2 * i + 1], self.dtype)
 
     def new_scores(self, p: ForwardParams):
         """A fresh accumulator per block: its registers are free between blocks."""

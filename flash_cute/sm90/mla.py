@@ -31,6 +31,7 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_cute.device import softmax
+from flash_cute.device.forward import Work
 from flash_cute.device.pack_gqa import ROW_STEP
 from flash_cute.device.primitives import (
     as_rows_cols,
@@ -38,7 +39,7 @@ from flash_cute.device.primitives import (
     fresh_thread_idx,
     pack_halves,
 )
-from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90, Work
+from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, MlaConfigSm90
 from flash_cute.sm90.mla_load import MlaLoadWarps
 from flash_cute.sm90.mla_params import HALVES, MlaDescription, MlaParams

@@ -12,7 +12,7 @@ from flash_cute.device.pack_gqa import HeadsFastest
 from flash_cute.device.paged_kv import PageTable
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
-from flash_cute.sm90.params import LaunchDescription, TmaOperand
+from flash_cute.sm90.params import LaunchDescriptionSm90, TmaOperand
 
 HALVES = 2  # of the columns of V: of a load, and of the output of a warpgroup
 
@@ -45,7 +45,7 @@ class MlaParams:
     softcap: Float32
 
 
-class MlaDescription(LaunchDescription):
+class MlaDescription(LaunchDescriptionSm90):
     """Describes launches of one specialization with one config."""
 
     @cute.jit

@@ -1,28 +1,21 @@
 """The host side of a launch: from flat launch arguments to what the SM90 forward kernel gets."""
 
-import typing
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from flash_cute.arguments import ForwardArguments
-from flash_cute.device.block_sparsity import BlockLists, block_args, block_lists
+from flash_cute.device.block_sparsity import BlockLists
 from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
 from flash_cute.device.paged_kv import PageTable
-from flash_cute.device.score import tensor_args, tensors_from
+from flash_cute.device.params import Captured, LaunchDescription
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
-from flash_cute.sm90.config import ConfigSm90
-from flash_cute.specialization import ForwardSpecialization
-
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-SINK_DTYPES = {**DTYPES, "fp32": Float32}
 
 
 @dataclass(frozen=True)
@@ -33,14 +26,6 @@ class TmaOperand:
     tensor: cute.Tensor  # (seqlen, dim, heads, batch) coordinates
     layout: cute.ComposedLayout  # shared memory: (tile, dim, stage)
     box: cute.Layout  # the part of it that one copy fills: (rows, dim, stage)
-
-
-class Captured(typing.NamedTuple):
-    """The tensors that each callback captured."""
-
-    score: tuple
-    mask: tuple
-    block: tuple
 
 
 @dataclass(frozen=True)
@@ -70,40 +55,8 @@ class ForwardParams:
     blocks: BlockLists  # None without a block mask
 
 
-class LaunchDescription:
-    """Describes launches of one specialization with one config."""
-
-    def __init__(self, spec: ForwardSpecialization, config: ConfigSm90):
-        self.spec, self.config = spec, config
-        self.dtype = DTYPES[spec.dtype]
-
-    def compile_args(self) -> tuple:
-        """Arguments that stand for the real ones while compiling."""
-        data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
-        data |= dict.fromkeys(("q", "qv", "k", "v", "out"), self.dtype)
-        if self.spec.is_split:
-            data["out"] = Float32
-
-        def address(name):
-            dtype = data.get(name, Int32)
-            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
-
-        stand_in = {
-            "address": address,
-            "int32": lambda name: Int32(1),
-            "int64": lambda name: Int64(8),
-            "float32": lambda name: Float32(1.0),
-            "stream": lambda name: cute.runtime.make_fake_stream(),
-        }
-        hints = typing.get_type_hints(ForwardArguments, include_extras=True)
-        args = tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
-        args = sum((tensor_args(key) for key in self.callback_keys if key is not None), args)
-        return args + (block_args(self.spec.has_full_blocks) if self.spec.has_block_mask else ())
-
-    @property
-    def callback_keys(self) -> tuple:
-        """score_mod, mask_mod and the block mask's mask_mod, in the order of `Captured`."""
-        return self.spec.score_mod, self.spec.mask_mod, self.spec.block_mod
+class LaunchDescriptionSm90(LaunchDescription):
+    """Operands are rings that TMA fills; products are wgmma's."""
 
     @cute.jit
     def params(self, args: ForwardArguments, more) -> ForwardParams:
@@ -117,11 +70,8 @@ class LaunchDescription:
         mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
         mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
         captured, more = self.captured(more)
-        positions = config.positions(spec)
+        packing, positions = self.head_packing(args), config.positions(spec)
         page_rows = tile_n if spec.gathers_keys else spec.page_rows or tile_n
-        group = args.num_heads_q // args.num_heads_kv
-        packs = (group + spec.pack_heads - 1) // spec.pack_heads
-        packing = HeadPacking(group, packs, spec.pack_heads, positions)
         return ForwardParams(
             q=self.tma_operand(mQ, (config.tile_m, spec.tile_d, 1), positions),
             k=self.tma_operand(mK, (tile_n, spec.tile_d, stages), page_rows),
@@ -135,113 +85,6 @@ class LaunchDescription:
             captured=captured,
             blocks=self.block_lists(args, more),
         )
-
-    def common(
-        self, args: ForwardArguments, packs, tile_m: int, rows_per_query=None
-    ) -> dict[str, typing.Any]:
-        """Results, tiles, lengths and numbers, by their names in the parameters of every kernel.
-
-        Args:
-            packs: of the query heads of a key/value head; a sequence has tiles for each.
-            tile_m: rows of a tile, of which a query takes rows_per_query, one if that is None.
-        """
-        sequences = self.sequence_table(args)
-        num_rows = args.rows_q if rows_per_query is None else args.rows_q * rows_per_query
-        lse_rows = Int64(args.rows_q)
-        lse_layout = cute.make_layout(
-            (args.rows_q, args.num_heads_q, args.batch * args.num_splits),
-            stride=(1, lse_rows, lse_rows * args.num_heads_q),
-        )
-        return {
-            "mO": self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
-            "mLSE": cute.make_tensor(args.lse, lse_layout),
-            "mSink": cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q)),
-            "scheduler": TileScheduler(
-                num_m_blocks=(num_rows + tile_m - 1) // tile_m,
-                num_heads=args.num_heads_kv * packs,
-                num_splits=args.num_splits,
-                split_counts=self.split_counts(args),
-                section=args.section,
-                num_ctas=args.num_ctas,
-                counter=args.tile_counter,
-                sequences=sequences,
-                rows_per_query=rows_per_query,
-                tile_m=tile_m,
-                is_even=not (self.spec.is_packed_q or self.spec.has_split_counts),
-                is_split=self.spec.is_split,
-            ),
-            "split_blocks": args.split_blocks,
-            "sequences": sequences,
-            "bounds": MaskBounds(args.window_left, args.window_right, args.chunk),
-            "head_dim_v": args.head_dim_v,
-            "pages": self.page_table(args),
-            "scale_log2": args.scale_log2,
-            "softcap": args.softcap,
-        }
-
-    def captured(self, args):
-        """The tensors that callbacks captured, and the arguments that follow theirs."""
-        tensors = []
-        for key in self.callback_keys:
-            count = 0 if key is None else len(tensor_args(key))
-            tensors.append(() if key is None else tensors_from(key, args[:count]))
-            args = args[count:]
-        return Captured(*tensors), args
-
-    def block_lists(self, args: ForwardArguments, more) -> typing.Any:
-        """The lists of the block mask."""
-        num_lists = args.batch * args.num_heads_q
-        return block_lists(more, num_lists) if self.spec.has_block_mask else None
-
-    def sequence_table(self, args: ForwardArguments) -> SequenceTable:
-        """The lengths, with a table for each kind that the specialization has."""
-        spec = self.spec
-
-        def table(address, size, is_present):
-            return cute.make_tensor(address, cute.make_layout(size)) if is_present else None
-
-        return SequenceTable(
-            batch=args.batch,
-            seqlen_q=args.rows_q,
-            seqlen_k=args.rows_k * args.max_pages if spec.page_rows else args.rows_k,
-            cu_seqlens_q=table(args.cu_seqlens_q, args.batch + 1, spec.is_packed_q),
-            cu_seqlens_k=table(args.cu_seqlens_k, args.batch + 1, spec.is_packed_k),
-            seqused_q=table(args.seqused_q, args.batch, spec.has_seqused_q),
-            seqused_k=table(args.seqused_k, args.batch, spec.has_seqused_k),
-            batch_idx=table(args.batch_idx, args.batch, spec.has_batch_idx),
-            leftpad=table(args.leftpad, args.batch, spec.has_leftpad),
-        )
-
-    def split_counts(self, args: ForwardArguments) -> typing.Any:
-        """Into how many parts the keys of each sequence are split."""
-        if not self.spec.has_split_counts:
-            return None
-        return cute.make_tensor(args.split_counts, cute.make_layout(args.batch))
-
-    def page_table(self, args: ForwardArguments) -> typing.Any:
-        """Where the pages of each sequence are."""
-        if not self.spec.page_rows:
-            return None
-        layout = cute.make_layout((args.batch, args.max_pages), stride=(args.page_table_stride, 1))
-        table = cute.make_tensor(args.page_table, layout)
-        return PageTable(table, args.rows_k, args.batch_k, self.spec.page_rows)
-
-    def view(self, args: ForwardArguments, name: str, rows, heads, dim) -> cute.Tensor:
-        """(rows, dim, heads, batch) view of an argument; a packed one is a single sequence."""
-        stride_batch, stride_seqlen, stride_head = (
-            cute.assume(getattr(args, f"{name}_stride_{mode}"), divby=8)
-            for mode in ("batch", "seqlen", "head")
-        )
-        is_packed = self.spec.is_packed_q if name in ("q", "qv", "out") else self.spec.is_packed_k
-        batch = 1 if is_packed else args.batch
-        if name in ("k", "v") and not is_packed:
-            batch = args.batch_k
-        if self.spec.is_split and name == "out":
-            batch = batch * args.num_splits
-        layout = cute.make_layout(
-            (rows, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
-        )
-        return cute.make_tensor(getattr(args, name), layout)
 
     def smem_layout(self, ring) -> cute.ComposedLayout:
         """The swizzled layout of a ring of (rows, dim, stages) tiles."""

@@ -1,0 +1,342 @@
+"""The SM80 kernel without a GPU: where chunks lie, configs, compiles, launches on a toy."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import toy_gpu
+from test_kernels_compile import FEATURES, MIXED_DIMS, PLAIN
+
+from flash_cute import (
+    AttentionProblem,
+    Feature,
+    InvalidProblem,
+    Target,
+    UnsupportedProblem,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    selection,
+)
+from flash_cute.sm80.config import TILE_HEAD_DIMS, ForwardConfigSm80, choose_config
+from flash_cute.specialization import ForwardSpecialization, TileFacts
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_120a", "sm_90a")
+SMALL = ("sm_86", "sm_89", "sm_120a")  # 99 KiB
+A100 = Target.from_arch("sm_80")
+H200 = Target.from_arch("sm_90a")
+DIMS = [(d, d) for d in TILE_HEAD_DIMS] + MIXED_DIMS
+
+
+def facts(arch: str = "sm_80", few_rows: int | None = None, block_size=None) -> TileFacts:
+    return TileFacts(8192, few_rows, block_size, Target.from_arch(arch).smem_bytes)
+
+
+def spec_of(d: int = 128, dv: int | None = None, **features) -> ForwardSpecialization:
+    features = {"is_causal": False, "has_lse": True} | features
+    if features.get("page_rows"):
+        features["page_rows"] = 1  # keys are always gathered
+    return ForwardSpecialization("bf16", d, d if dv is None else dv, **features)
+
+
+def choose(spec: ForwardSpecialization, chosen_by: TileFacts):
+    """The config of a spec, and the spec with as many heads packed as fit its tile."""
+    config = choose_config(dataclasses.replace(spec, pack_heads=1), chosen_by)
+    heads = min(spec.pack_heads, config.tile_m // 8)
+    return config, dataclasses.replace(spec, pack_heads=heads)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel as if its tests had passed on a GPU."""
+    kernels = tuple(d for d in selection.KERNELS if d != selection.SM80)
+    monkeypatch.setattr(selection, "KERNELS", (*kernels, selection.SM80))
+
+
+# ---- Where chunks lie ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 96), (16, 128), (128, 32), (32, 192), (64, 256)])
+def test_chunks_fill_a_tile_and_eight_rows_lie_in_different_banks(shape: tuple[int, int]):
+    from flash_cute.sm80.tiles import CHUNK, TileLayout
+
+    layout = TileLayout(*shape)
+    panels = layout.cols // layout.panel
+    places = {}
+    for row, col in itertools.product(range(layout.rows), range(0, layout.cols, CHUNK)):
+        panel, chunk = divmod(col // CHUNK, layout.chunks)
+        places[row, col] = layout.offset(row, chunk) + panel * layout.rows * layout.panel
+    assert sorted(places.values()) == list(range(0, layout.size, CHUNK)) and panels >= 1
+    for row, col in itertools.product(range(0, layout.rows, 8), range(0, layout.cols, CHUNK)):
+        banks = {places[row + i, col] // CHUNK % 8 for i in range(8)}  # 16 bytes each
+        assert len(banks) == 8
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 96), (32, 128), (64, 256)])
+def test_lanes_find_every_matrix_by_an_xor_and_a_constant(shape: tuple[int, int]):
+    """`places` is inline PTX: its XOR is repeated here."""
+    from flash_cute.sm80.tiles import CHUNK, TileLayout
+
+    layout = TileLayout(*shape)
+    of_rows = [(i % 2, i // 2) for i in range(4)]  # (eight rows, chunk) of each of four matrices
+    of_columns = [(i // 2, i % 2) for i in range(4)]
+    for lane_of, order in ((layout.lane_of_rows, of_rows), (layout.lane_of_columns, of_columns)):
+        for lane, row, chunk in itertools.product(
+            range(32), range(0, layout.rows, 16), range(0, layout.cols // CHUNK, 2)
+        ):
+            turned = [2 * lane_of(lane) ^ 2 * c * CHUNK for c in range(0, layout.chunks, 2)]
+            address, constant = layout.matrices(turned, row, chunk)
+            eight, further = order[lane // 8]
+            panel, within = divmod(chunk + further, layout.chunks)
+            expected = layout.offset(row + 8 * eight + lane % 8, within)
+            expected += panel * layout.rows * layout.panel
+            assert address + constant == 2 * expected
+
+
+# ---- Configs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_chosen_configs_obey_the_rules_of_every_arch(dims: tuple[int, int], arch: str):
+    most = Target.from_arch(arch).smem_bytes
+    for features, few_rows in itertools.product([{}, {"is_causal": True}, *FEATURES], (None, 8)):
+        config, spec = choose(spec_of(*dims, **features), facts(arch, few_rows))
+        assert config.check(spec) == [] and config.smem_limit == most
+        assert config.smem_bytes(spec) * config.ctas_per_sm <= most
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (256, 96), (64, 16), (320, 48)], ids=str)
+def test_tiles_divide_the_blocks_of_a_mask(block: tuple[int, int], dims: tuple[int, int], arch):
+    spec = spec_of(*dims, has_block_mask=True)
+    config = choose_config(spec, facts(arch, block_size=block))
+    assert config.divides(block, spec) and not config.check(spec)
+
+
+def test_small_shared_memory_gets_small_tiles():
+    for d, large, small in ((128, (128, 64), (128, 32)), (256, (128, 64), (128, 32))):
+        spec = spec_of(d)
+        assert choose_config(spec, facts("sm_80")).tile == large
+        assert {choose_config(spec, facts(arch)).tile for arch in SMALL} == {small}
+
+
+def test_few_queries_leave_room_for_keys_under_way():
+    config = choose_config(spec_of(128), facts("sm_90a", few_rows=8))
+    assert (config.tile_m, config.num_stages, config.ctas_per_sm) == (64, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ForwardConfigSm80(96, 64), "tile_m is 96 with 4 warps"),
+        (ForwardConfigSm80(128, 64, num_warps=2), "tile_m is 128 with 2 warps"),
+        (ForwardConfigSm80(128, 40), "tile_n is 40"),
+        (ForwardConfigSm80(128, 64, num_stages=0), "num_stages is 0"),
+        (ForwardConfigSm80(128, 64, num_stages=9), "shared memory is 327680 bytes, at most 166912"),
+        (ForwardConfigSm80(128, 64, ctas_per_sm=3), "shared memory is 65536 bytes, at most"),
+        (ForwardConfigSm80(128, 128), "registers of O, S and Q are 256, at most 204"),
+    ],
+)
+def test_broken_configs_are_named(config: ForwardConfigSm80, message: str):
+    assert any(message in rule for rule in config.check(spec_of()))
+
+
+def test_features_that_a_config_cannot_run_are_named():
+    config = ForwardConfigSm80(128, 64)
+    pages = ForwardSpecialization("bf16", 128, 128, False, True, page_rows=16)
+    for spec, message in (
+        (pages, "rows of a page's load are 16, expected 1 (gathered)"),
+        (spec_of(pack_heads=17), "heads a tile are 17, at most 16"),
+        (spec_of(is_split=True, has_lse=False), "lse is needed"),
+    ):
+        assert any(message in rule for rule in config.check(spec))
+
+
+def test_a_broken_config_is_refused_before_tracing():
+    fwd = pytest.importorskip("flash_cute.sm80.fwd")
+    with pytest.raises(InvalidProblem, match="tile_n is 40"):
+        fwd.FlashAttentionForwardSm80(spec_of(), ForwardConfigSm80(128, 40))
+
+
+# ---- Compiles ------------------------------------------------------------------------------------
+
+
+def cells():
+    for d, dv in DIMS:
+        for is_causal in (False, True):
+            yield spec_of(d, dv, is_causal=is_causal)
+    yield ForwardSpecialization("fp16", 128, 128, True, False)
+    yield ForwardSpecialization("fp16", 64, 64, False, True, negate_scores=True)
+    for (d, dv), features in itertools.product(((64, 64), (128, 128), (256, 256)), FEATURES):
+        yield spec_of(d, dv, **PLAIN | features)
+
+
+def compiled(spec: ForwardSpecialization, config: ForwardConfigSm80, arch: str):
+    """The report of a compile without spills that fits the shared memory of an arch."""
+    pytest.importorskip("cutlass")
+    from flash_cute.compile import inspect_kernel
+    from flash_cute.sm80.fwd import FlashAttentionForwardSm80
+
+    report = inspect_kernel(FlashAttentionForwardSm80(spec, config), arch)
+    if report.missing:
+        pytest.skip("; ".join(report.missing))
+    assert (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes) == (0, 0, 0)
+    threads = config.num_threads * config.ctas_per_sm
+    assert report.registers is not None and report.registers * threads <= 65_536
+    assert report.smem_bytes is not None
+    assert report.smem_bytes <= Target.from_arch(arch).smem_bytes + 1024
+    assert f".entry {report.name}" in report.ptx
+    return report
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("spec", list(cells()), ids=lambda spec: spec.label)
+def test_cell_compiles_without_spills(spec: ForwardSpecialization, arch: str):
+    block_size = (128, 128) if spec.has_block_mask else None
+    config, spec = choose(spec, facts(arch, block_size=block_size))
+    compiled(spec, config, arch)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", SMALL)
+@pytest.mark.parametrize("dims", [*((d, d) for d in TILE_HEAD_DIMS), (192, 128)], ids=str)
+def test_small_tiles_compile_without_spills(dims: tuple[int, int], arch: str):
+    for features in ({}, {"is_causal": True}, {"has_seqused_k": True, "page_rows": 1}):
+        spec = spec_of(*dims, **features)
+        compiled(spec, choose_config(spec, facts(arch)), arch)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("dims", [*((d, d) for d in TILE_HEAD_DIMS), (192, 128)], ids=str)
+def test_tiles_for_decoding_compile_without_spills(dims: tuple[int, int], arch: str):
+    features = {"has_seqused_k": True, "page_rows": 1, "pack_heads": 8, "is_split": True}
+    for spec in (spec_of(*dims, is_causal=True), spec_of(*dims, **features)):
+        config, spec = choose(spec, facts(arch, few_rows=8))
+        compiled(spec, config, arch)
+
+
+@pytest.mark.compile
+def test_other_stages_and_kept_queries_compile_without_spills():
+    for config in (
+        ForwardConfigSm80(128, 64, keeps_q=True, ctas_per_sm=2),
+        ForwardConfigSm80(128, 64, num_stages=2, ctas_per_sm=2),
+        ForwardConfigSm80(128, 32, num_stages=3, ctas_per_sm=2),
+    ):
+        compiled(spec_of(64, is_causal=True), config, "sm_80")
+
+
+@pytest.mark.compile
+def test_copies_are_asynchronous_and_products_are_of_a_warp():
+    ptx = compiled(spec_of(64), ForwardConfigSm80(128, 64), "sm_80").ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
+    assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async.cg.shared.global" in ptx
+    assert ".shared .align 1024" in ptx  # an XOR finds the chunks
+
+
+# ---- Launches ------------------------------------------------------------------------------------
+
+
+def problem(**changes) -> AttentionProblem:
+    sizes = dict(batch=2, seqlen_q=4096, seqlen_k=4096, num_heads_q=8, num_heads_kv=8)
+    dims = dict(head_dim=128, head_dim_v=128)
+    kind = dict(dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    return AttentionProblem(**{**kind, **sizes, **dims, **changes})
+
+
+@pytest.mark.parametrize("arch", ARCHS[:4])
+def test_it_runs_where_it_is_declared(chosen: None, arch: str):
+    key = selection.key_for(problem(causal=True), Target.from_arch(arch))
+    assert key.kernel == "FlashAttentionForwardSm80" and key.arch == arch
+    assert isinstance(key.config, ForwardConfigSm80)
+
+
+def test_on_hopper_only_its_class_asks_for_it(chosen: None):
+    fwd = pytest.importorskip("flash_cute.sm80.fwd")
+    kernel = fwd.FlashAttentionForwardSm80
+    assert selection.key_for(problem(), H200).kernel == "FlashAttentionForwardSm90"
+    key = selection.key_for(problem(), H200, kernel)
+    assert type(key) is selection.KernelKey and key.kernel == "FlashAttentionForwardSm80"
+    assert key.config.smem_limit == H200.smem_bytes
+    assert selection.kernel_for(key).name.startswith("flash_fwd_sm80_bf16_d128_m128n64")
+    with pytest.raises(UnsupportedProblem, match="Sm80 lacks runs on sm_80, sm_86, sm_89, sm_120a"):
+        selection.key_for(problem(), Target.from_arch("sm_100a"), kernel)
+
+
+def test_a_subclass_is_keyed_and_built_by_its_own_base(chosen: None):
+    fwd = pytest.importorskip("flash_cute.sm80.fwd")
+
+    class Half(fwd.FlashAttentionForwardSm80):
+        """Tiles of 64 queries."""
+
+        @classmethod
+        def config_for(cls, spec, config):
+            return dataclasses.replace(config, tile_m=64)
+
+    key = selection.key_for(problem(), A100, Half)
+    assert isinstance(key, selection.SubclassKey) and key.config.tile_m == 64
+    assert selection.kernel_for(key).name.startswith("flash_fwd_sm80_Half_bf16_d128_m64")
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
+def test_keys_in_pages_are_gathered_whatever_their_size(chosen: None, page_size: int):
+    key = selection.key_for(problem(page_size=page_size, num_heads_kv=2, seqlen_q=1), A100)
+    assert key.spec.page_rows == 1 and not key.config.check(key.spec)
+
+
+def test_every_feature_of_hopper_is_there(chosen: None):
+    assert (
+        selection.SM80.features == selection.SM90.features >= {Feature.SPLIT_KV, Feature.PAGED_KV}
+    )
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return toy_gpu.on_gpu(torch.zeros(shape, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def launches(chosen: None, monkeypatch: pytest.MonkeyPatch) -> toy_gpu.Launches:
+    made = toy_gpu.install(monkeypatch)
+    monkeypatch.setattr(selection, "current_target", lambda device: A100)
+    return made
+
+
+def test_every_tile_has_a_cta_and_none_is_counted(launches: toy_gpu.Launches):
+    q, k, v = zeros(3, 1000, 6, 128), zeros(3, 700, 2, 128), zeros(3, 700, 2, 128)
+    out = flash_attn_func(q, k, v, causal=True)
+    assert out.shape == q.shape
+    key, args = launches.launched[-1], launches.named
+    assert key.kernel == "FlashAttentionForwardSm80"
+    tiles = 3 * 6 * -(-1000 // key.config.tile_m)
+    assert (args.num_ctas, args.tile_counter) == (tiles, 0)
+    flash_attn_func(q, k, v, causal=True)  # by the plan that was made
+    assert launches.looked_up == [key] and launches.named == args._replace(out=launches.named.out)
+
+
+def test_packed_sequences_have_ctas_for_the_most_tiles_they_can_have(launches: toy_gpu.Launches):
+    starts = toy_gpu.on_gpu(torch.tensor([0, 130, 130, 400], dtype=torch.int32))
+    q, k, v = zeros(400, 4, 128), zeros(400, 4, 128), zeros(400, 4, 128)
+    flash_attn_varlen_func(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    tile_m = launches.launched[-1].config.tile_m
+    assert launches.named.num_ctas == (400 // tile_m + 3) * 4
+    assert launches.named.tile_counter == 0
+
+
+def test_split_keys_are_merged(launches: toy_gpu.Launches):
+    q, k, v = zeros(2, 1, 8, 64), zeros(2, 4096, 2, 64), zeros(2, 4096, 2, 64)
+    out = flash_attn_func(q, k, v, num_splits=3)
+    attention, merge = launches.launched
+    assert out.shape == q.shape and attention.spec.is_split and merge.arch == "sm_80"
+    packs = 2 * -(-4 // attention.spec.pack_heads)
+    assert launches.looked_up == [attention, merge] and packs == 2
+
+
+def test_undeclared_it_is_a_stranger(monkeypatch: pytest.MonkeyPatch):
+    fwd = pytest.importorskip("flash_cute.sm80.fwd")
+    kernels = tuple(d for d in selection.KERNELS if d != selection.SM80)
+    monkeypatch.setattr(selection, "KERNELS", kernels)
+    with pytest.raises(UnsupportedProblem, match="expected one of FlashAttentionForwardSm90"):
+        selection.key_for(problem(), H200, fwd.FlashAttentionForwardSm80)

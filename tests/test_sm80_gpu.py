@@ -1,0 +1,190 @@
+"""The SM80 kernel on a GPU: the GPU tests of other files once more by its class, and its own tiles.
+
+Those of further files run with it under `pytest -m gpu --kernel sm80`, which makes it the first
+choice on Hopper too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checks
+import pytest
+import test_block_sparsity
+import test_dense
+import test_pack_gqa
+import test_paged
+import test_split
+import test_variants
+import torch
+
+from flash_cute import Feature, flash_attn_func, selection
+from flash_cute.sm80.config import ForwardConfigSm80, choose_config
+from flash_cute.specialization import LONG_SEQLEN, TileFacts
+
+fwd: Any = pytest.importorskip("flash_cute.sm80.fwd")
+Base = fwd.FlashAttentionForwardSm80
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = (
+    test_dense,
+    test_variants,
+    test_block_sparsity,
+    test_pack_gqa,
+    test_paged,
+    test_split,
+)
+CALLED = ("flash_attn_func", "flash_attn_varlen_func")
+MAJORS = (8, 9, 12)
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in MAJORS:
+        pytest.skip("no GPU here that runs the SM80 kernel")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, gpu: None) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls of the other files ask for the kernel, which may not be declared yet."""
+    kernels = tuple(d for d in selection.KERNELS if d != selection.SM80)
+    monkeypatch.setattr(selection, "KERNELS", (*kernels, selection.SM80))
+    for module in MODULES:
+        for name in CALLED:
+            if hasattr(module, name):
+                called = functools.partial(getattr(module, name), kernel=Base)
+                monkeypatch.setattr(module, name, called)
+
+
+def gpu_cases_of(test: Callable[..., None]) -> Callable[..., None] | None:
+    """A copy of a test with its GPU cases alone; None where it has none."""
+    marks = list(getattr(test, "pytestmark", []))
+    is_gpu = any(mark.name == "gpu" for mark in marks)
+    for i, mark in enumerate(marks):
+        if mark.name == "parametrize" and "device" in mark.args[0]:
+            cases = [case for case in mark.args[1] if getattr(case, "values", case)[0] == "cuda"]
+            marks[i] = pytest.mark.parametrize(mark.args[0], cases, **mark.kwargs).mark
+            is_gpu = bool(cases)
+    if not is_gpu or not isinstance(test, types.FunctionType):
+        return None
+    parts = (test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
+    copy: Any = types.FunctionType(*parts)
+    copy.__annotations__, copy.pytestmark = test.__annotations__, marks
+    return copy
+
+
+for _module in MODULES:
+    for _name, _test in list(vars(_module).items()):
+        if _name.startswith("test_") and (_copy := gpu_cases_of(_test)) is not None:
+            globals()[f"{_module.__name__}_{_name.removeprefix('test_')}"] = _copy
+
+
+# ---- Tiles of other GPUs, and others than the chosen ones ----------------------------------------
+
+
+def with_config(choose: Callable[[Any, ForwardConfigSm80], ForwardConfigSm80]) -> type[Any]:
+    """The kernel with a config of the caller's."""
+
+    class Configured(Base):
+        """The same steps."""
+
+        @classmethod
+        def config_for(cls, spec, config):
+            return choose(spec, config)
+
+    return Configured
+
+
+def check(kernel: type[Any], dims: tuple[int, int], rows: int, keys: int, **options: Any) -> None:
+    case = checks.Case(2, 4, 2, rows, keys, *dims)
+    for kind in ("edges", "staircase", "outliers"):
+        operands = checks.HOSTILE[kind](case, "cuda")
+        got = flash_attn_func(*operands, kernel=kernel, return_lse=True, **options)
+        checks.assert_attention(got, *checks.oracle(*operands, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kib", [99, 163])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
+def test_tiles_of_smaller_shared_memory(gpu: None, dims: tuple[int, int], kib: int, causal: bool):
+    facts = TileFacts(LONG_SEQLEN, None, None, kib * 1024)
+    check(
+        with_config(lambda spec, config: choose_config(spec, facts)), dims, 300, 517, causal=causal
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "config"),
+    [
+        ((64, 64), ForwardConfigSm80(128, 64, ctas_per_sm=2, keeps_q=True)),
+        ((64, 64), ForwardConfigSm80(128, 48, num_stages=2, ctas_per_sm=2)),
+        ((64, 64), ForwardConfigSm80(64, 16, num_stages=4)),
+        ((64, 64), ForwardConfigSm80(128, 128, num_warps=8, num_stages=2)),
+        ((96, 96), ForwardConfigSm80(128, 48, num_stages=3)),
+        ((96, 64), ForwardConfigSm80(64, 48, num_stages=2)),
+        ((128, 96), ForwardConfigSm80(128, 16, num_stages=5)),
+        ((128, 128), ForwardConfigSm80(128, 48, num_stages=2)),
+        ((128, 128), ForwardConfigSm80(128, 128, num_warps=8)),
+        ((128, 128), ForwardConfigSm80(256, 32, num_warps=8)),
+        ((256, 256), ForwardConfigSm80(128, 16, num_warps=8, num_stages=2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("keys", [1, 47, 128, 700])
+def test_any_stages_warps_and_tiles(gpu: None, dims, config: ForwardConfigSm80, keys: int):
+    limit = min(227, torch.cuda.get_device_properties(0).shared_memory_per_block_optin // 1024)
+    config = replace(config, smem_limit=limit * 1024)
+    kernel = with_config(lambda spec, _: config)
+    for causal in (False, True):
+        check(kernel, dims, 290, keys, causal=causal)
+
+
+@pytest.mark.gpu
+def test_pages_with_two_kinds_of_panels(gpu: None):
+    """Head dims of 128 and 96 lie in panels of 64 and 32 columns: two look-ups for each block."""
+    for dims in ((128, 96), (96, 64), (256, 96)):
+        operands, lengths = test_paged.paged(5, *dims)
+        for causal in (False, True):
+            test_paged.check(operands, lengths, causal=causal)
+
+
+# ---- Subclasses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_steps_of_a_hopper_subclass_run_here_too(
+    gpu: None, dim: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The sigmoid attention of the examples, its steps as they are."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("sigmoid_attention")
+    names = ("first_weights", "next_weights", "close_rows", "squash")
+    steps = {name: vars(example.SigmoidAttention)[name] for name in names}
+    lacks = frozenset({Feature.LSE, Feature.SINK})
+    kernel = type("SigmoidSm80", (Base,), {**steps, "lacks": lacks, "__module__": __name__})
+    q, k, v = checks.gaussian(checks.Case(2, 4, 4, 300, 300, dim, dim), "cuda")
+    out = flash_attn_func(q, k, v, causal=True, kernel=kernel)
+
+    def by_definition(dtype: torch.dtype) -> torch.Tensor:
+        scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype), k.to(dtype)) * dim**-0.5
+        weights = example.weights(scores).to(dtype)
+        return torch.einsum("bhij,bjhd->bihd", weights, v.to(dtype))
+
+    checks.assert_close("out", out, by_definition(torch.float64), by_definition(q.dtype))
