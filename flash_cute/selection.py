@@ -140,32 +140,32 @@ def _round_up(dim: int, tiles: tuple[int, ...]) -> int:
     return next(tile for tile in tiles if tile >= dim)
 
 
+# What every kernel for Hopper does.
+_ON_SM90 = frozenset(
+    {
+        Feature.CAUSAL,
+        Feature.WINDOW,
+        Feature.ATTENTION_CHUNK,
+        Feature.SOFTCAP,
+        Feature.SINK,
+        Feature.GQA,
+        Feature.LSE,
+        Feature.VARLEN,
+        Feature.SEQUSED,
+        Feature.HEAD_DIM_V,
+        Feature.PACK_GQA,
+        Feature.PAGED_KV,
+        Feature.SPLIT_KV,
+        Feature.BATCH_IDX,
+        Feature.LEFTPAD,
+    }
+)
+
 SM90 = Declaration(
     kernel="FlashAttentionForwardSm90",
     module="flash_cute.sm90.fwd",
     archs=("sm_90a",),
-    features=frozenset(
-        {
-            Feature.CAUSAL,
-            Feature.WINDOW,
-            Feature.ATTENTION_CHUNK,
-            Feature.SOFTCAP,
-            Feature.SINK,
-            Feature.GQA,
-            Feature.LSE,
-            Feature.VARLEN,
-            Feature.SEQUSED,
-            Feature.HEAD_DIM_V,
-            Feature.SCORE_MOD,
-            Feature.MASK_MOD,
-            Feature.BLOCK_SPARSITY,
-            Feature.PACK_GQA,
-            Feature.PAGED_KV,
-            Feature.SPLIT_KV,
-            Feature.BATCH_IDX,
-            Feature.LEFTPAD,
-        }
-    ),
+    features=_ON_SM90 | {Feature.SCORE_MOD, Feature.MASK_MOD, Feature.BLOCK_SPARSITY},
     choose_config=sm90.choose_config,
 )
 
@@ -173,26 +173,7 @@ SM90_MLA = Declaration(
     kernel="FlashAttentionMlaSm90",
     module="flash_cute.sm90.mla",
     archs=("sm_90a",),
-    features=frozenset(
-        {
-            Feature.CAUSAL,
-            Feature.WINDOW,
-            Feature.ATTENTION_CHUNK,
-            Feature.SOFTCAP,
-            Feature.SINK,
-            Feature.GQA,
-            Feature.LSE,
-            Feature.VARLEN,
-            Feature.SEQUSED,
-            Feature.HEAD_DIM_V,
-            Feature.PACK_GQA,
-            Feature.PAGED_KV,
-            Feature.SPLIT_KV,
-            Feature.BATCH_IDX,
-            Feature.LEFTPAD,
-            Feature.QV,
-        }
-    ),
+    features=_ON_SM90 | {Feature.QV},
     choose_config=sm90.choose_config,
     tile_head_dims=(sm90.MLA_TILE_D,),
     tile_head_dims_v=(sm90.MLA_TILE_DV,),

@@ -14,7 +14,6 @@ is absent has address 0. All sizes and strides are launch arguments; nothing her
 architecture.
 """
 
-import typing
 from dataclasses import dataclass
 
 import cutlass
@@ -22,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flash_cute.arguments import AppendArguments
+from flash_cute.device.placeholders import placeholders
 
 THREADS = 128
 PIECE = 8  # channels of a thread, selection.APPEND_PIECE: 16 bytes
@@ -159,20 +159,7 @@ class CacheAppender:
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
         names = ("q", "k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "rotated")
-        data = {**dict.fromkeys(AppendArguments._fields, Int32), **dict.fromkeys(names, self.dtype)}
-
-        def address(name):
-            dtype = data[name]
-            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
-
-        stand_in = {
-            "address": address,
-            "int32": lambda name: Int32(1),
-            "int64": lambda name: Int64(8),
-            "stream": lambda name: cute.runtime.make_fake_stream(),
-        }
-        hints = typing.get_type_hints(AppendArguments, include_extras=True)
-        return tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
+        return placeholders(AppendArguments, dict.fromkeys(names, self.dtype))
 
     @cute.jit
     def __call__(self, *launch_args):

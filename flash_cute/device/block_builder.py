@@ -12,7 +12,6 @@ changes neither "some" nor "all"; a block that reaches past the end is never ful
 Nothing here belongs to one architecture.
 """
 
-import typing
 from dataclasses import dataclass
 
 import cutlass
@@ -20,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int8, Int32
 
 from flash_cute.arguments import BlockBuilderArguments
+from flash_cute.device.placeholders import placeholders
 from flash_cute.device.score import tensor_args, tensors_from, trace_mask_mod
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.variant import CallbackKey, callback_for
@@ -72,18 +72,7 @@ class BlockMaskBuilder:
 
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
-
-        def address(name):
-            dtype = Int8 if name == "classes" else Int32
-            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
-
-        stand_in = {
-            "address": address,
-            "int32": lambda name: Int32(1),
-            "stream": lambda name: cute.runtime.make_fake_stream(),
-        }
-        hints = typing.get_type_hints(BlockBuilderArguments, include_extras=True)
-        args = tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
+        args = placeholders(BlockBuilderArguments, {"classes": Int8})
         return args + tensor_args(self.key)
 
     @cute.jit

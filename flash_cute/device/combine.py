@@ -14,14 +14,14 @@ as well, so that a CTA finds them in L1. Numbers of parts and rows, lengths and 
 arguments. Rows depend on nothing but their own parts. Nothing here belongs to one architecture.
 """
 
-import typing
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from flash_cute.arguments import CombineArguments
+from flash_cute.device.placeholders import placeholders
 from flash_cute.device.primitives import copy_or_zero, exp2, log2
 from flash_cute.device.softmax import LN2, LOG2_E
 
@@ -95,21 +95,9 @@ class PartsCombiner:
 
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
-        data = {"out_partial": self.dtype, "out": self.out_dtype}
-        data |= dict.fromkeys(("cu_seqlens", "seqused", "split_counts"), Int32)
-
-        def address(name):
-            dtype = data.get(name, Float32)
-            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
-
-        stand_in = {
-            "address": address,
-            "int32": lambda name: Int32(1),
-            "int64": lambda name: Int64(8),
-            "stream": lambda name: cute.runtime.make_fake_stream(),
-        }
-        hints = typing.get_type_hints(CombineArguments, include_extras=True)
-        return tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
+        data = dict.fromkeys(("lse_partial", "lse"), Float32)
+        data |= {"out_partial": self.dtype, "out": self.out_dtype}
+        return placeholders(CombineArguments, data)
 
     @cute.jit
     def __call__(self, *launch_args):

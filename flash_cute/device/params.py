@@ -4,13 +4,14 @@ import typing
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device.block_sparsity import block_args, block_lists
 from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
 from flash_cute.device.paged_kv import PageTable
+from flash_cute.device.placeholders import placeholders
 from flash_cute.device.score import tensor_args, tensors_from
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
@@ -44,20 +45,7 @@ class LaunchDescription:
         data |= dict.fromkeys(("q", "qv", "k", "v", "out"), self.dtype)
         if self.spec.is_split:
             data["out"] = Float32
-
-        def address(name):
-            dtype = data.get(name, Int32)
-            return cute.runtime.nullptr(dtype, cute.AddressSpace.gmem, dtype.width // 8)
-
-        stand_in = {
-            "address": address,
-            "int32": lambda name: Int32(1),
-            "int64": lambda name: Int64(8),
-            "float32": lambda name: Float32(1.0),
-            "stream": lambda name: cute.runtime.make_fake_stream(),
-        }
-        hints = typing.get_type_hints(ForwardArguments, include_extras=True)
-        args = tuple(stand_in[hint.__metadata__[0]](name) for name, hint in hints.items())
+        args = placeholders(ForwardArguments, data)
         args = sum((tensor_args(key) for key in self.callback_keys if key is not None), args)
         return args + (block_args(self.spec.has_full_blocks) if self.spec.has_block_mask else ())
 

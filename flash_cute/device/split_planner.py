@@ -8,7 +8,6 @@ One CTA. A thread looks at every THREADS-th sequence first; then each warp tries
 together WARPS sizes at a time, so that four rounds find the best of thousands.
 """
 
-import typing
 from dataclasses import dataclass
 
 import cutlass
@@ -17,6 +16,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from flash_cute.arguments import SplitPlannerArguments
+from flash_cute.device.placeholders import placeholders
 from flash_cute.device.seqlen import SequenceTable
 
 THREADS = 256
@@ -53,14 +53,7 @@ class SplitPlanner:
 
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
-        null = cute.runtime.nullptr(Int32, cute.AddressSpace.gmem, 4)
-        stand_in = {
-            "address": lambda: null,
-            "int32": lambda: Int32(1),
-            "stream": cute.runtime.make_fake_stream,
-        }
-        hints = typing.get_type_hints(SplitPlannerArguments, include_extras=True)
-        return tuple(stand_in[hint.__metadata__[0]]() for hint in hints.values())
+        return placeholders(SplitPlannerArguments, {})
 
     @cute.jit
     def __call__(self, *launch_args):
