@@ -164,16 +164,19 @@ def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
     As many keys at a time as registers are there for, with 32 rows a warp where they hold O.
     """
     is_busy = spec.modifies_scores or spec.mask_mod is not None or spec.has_block_mask
+    is_narrow = spec.has_window_left or spec.has_window_right or spec.has_chunk
+    tile_ns = (64, 32)
     if spec.tile_dv > 128:
-        tile_ns = (32,) if is_busy else (64, 32)
+        tile_ns = (32,) if is_busy else tile_ns
         configs = [ForwardConfigSm80(128, n, num_warps=8) for n in tile_ns]
     else:
-        tile_ns = (64, 32)
-        if spec.tile_d == 64:
-            tile_ns = tile_ns if is_busy else (96, 64, 32)
-        elif spec.tile_d == 192:
-            tile_ns = (32,) if is_busy else (48, 32)
-        elif is_busy:
+        if spec.tile_dv == 128 and (is_busy or is_narrow or spec.gathers_keys):
+            tile_ns = (32,)
+        elif spec.tile_dv == 128 and spec.tile_d > 128:
+            tile_ns = (48, 32)
+        elif spec.tile_d == 64 and not is_busy:
+            tile_ns = (96, 64, 32)
+        elif spec.tile_d > 64 and is_busy:
             tile_ns = (32,)
         configs = [ForwardConfigSm80(128, n, ctas_per_sm=c) for c in (2, 1) for n in tile_ns]
         if spec.looks_up_keys:  # a load for every score in flight
