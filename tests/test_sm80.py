@@ -134,8 +134,8 @@ def test_few_queries_leave_room_for_keys_under_way():
         (ForwardConfigSm80(128, 64, num_warps=2), "tile_m is 128 with 2 warps"),
         (ForwardConfigSm80(128, 40), "tile_n is 40"),
         (ForwardConfigSm80(128, 64, num_stages=0), "num_stages is 0"),
-        (ForwardConfigSm80(128, 64, num_stages=9), "shared memory is 327680 bytes, at most 166912"),
-        (ForwardConfigSm80(128, 64, ctas_per_sm=3), "shared memory is 65536 bytes, at most"),
+        (ForwardConfigSm80(128, 64, num_stages=9), "shared memory is 328704 bytes, at most 166912"),
+        (ForwardConfigSm80(128, 64, ctas_per_sm=3), "shared memory is 66560 bytes, at most"),
         (ForwardConfigSm80(128, 128), "registers of O, S and Q are 256, at most 204"),
     ],
 )
@@ -186,7 +186,9 @@ def compiled(spec: ForwardSpecialization, config: ForwardConfigSm80, arch: str):
     threads = config.num_threads * config.ctas_per_sm
     assert report.registers is not None and report.registers * threads <= 65_536
     assert report.smem_bytes is not None
-    assert report.smem_bytes <= Target.from_arch(arch).smem_bytes + 1024
+    # From compute capability 9 on what the driver keeps for itself is counted as static.
+    kept = 1024 if Target.from_arch(arch).capability[0] >= 9 else 0
+    assert report.smem_bytes <= Target.from_arch(arch).smem_bytes + kept
     assert f".entry {report.name}" in report.ptx
     return report
 

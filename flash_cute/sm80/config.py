@@ -14,6 +14,7 @@ RESERVED_SMEM_BYTES = 1024  # of each CTA, beside what it asks for
 REGISTERS_PER_SM = 65_536
 MOST_REGISTERS = 255  # of a thread
 ELEMENT_BYTES = 2
+PLACE_BYTES = 1024  # of a tile's place, as a whole number of the tiles' alignment
 TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # head dims are rounded up to one of these
 
 
@@ -64,10 +65,10 @@ class ForwardConfigSm80:
         return spec.pack_heads * self.positions(spec)
 
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
-        """Bytes of shared memory for Q and the K and V rings."""
+        """Bytes of shared memory for Q, the K and V rings and the tile's place."""
         q = self.tile_m * spec.tile_d
         kv = self.num_stages * self.tile_n * (spec.tile_d + spec.tile_dv)
-        return (q + kv) * ELEMENT_BYTES
+        return (q + kv) * ELEMENT_BYTES + PLACE_BYTES
 
     def registers(self, spec: ForwardSpecialization) -> int:
         """Registers of a thread that hold O and S, and Q where it is kept: the most of them."""
