@@ -130,9 +130,9 @@ def flash_attn_with_kvcache(
             (num_heads_q, total_q), float32.
     Units:  lse in natural log; rotary_cos and rotary_sin of angles by position, not of lengths.
     Raises: InvalidProblem (a ValueError) naming the argument, what came and what was expected;
-            UnsupportedProblem (a NotImplementedError) for what nothing here does: on a GPU,
-            whatever the kernels do not declare of pages, splits, appending, rotary, batch indices,
-            left padding and qv. A refused call has written nothing. The contents of index tensors
+            UnsupportedProblem (a NotImplementedError) for what nothing here does: on a GPU, with qv
+            score_mod, block_mask, pages of other sizes than multiples of 8 and left padding in
+            pages. A refused call has written nothing. The contents of index tensors
             are checked on the CPU only, as in flash_attn_varlen_func: on a GPU a new row without
             a place in the cache (past its capacity, or in a page or row that is not there) is
             dropped, and what is rotated to a position outside the tables becomes NaN.

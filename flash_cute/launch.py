@@ -131,7 +131,8 @@ def recall(
     try:
         made_for = None
         if metadata is not None:
-            made_for = (metadata.plan, metadata.split_counts.get_device())
+            counts = metadata.split_counts
+            made_for = (metadata.plan, counts.shape, counts.stride(), counts.dtype, counts.device)
         key = (modifiers_key, layouts, dtype, index, options, extra_layouts, made_for)
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an option that is no plain value: validation names it

@@ -125,6 +125,16 @@ def test_what_is_no_plan_for_the_batch_is_refused(launches: toy_gpu.Launches):
         flash_attn_with_kvcache(**call, scheduler_metadata=plan, num_splits=7)
 
 
+def test_a_plan_with_other_counts_than_the_one_before_is_checked_again(launches: toy_gpu.Launches):
+    call = cache_call()
+    plan = get_scheduler_metadata(**CALL, cache_seqlens=call["cache_seqlens"])
+    flash_attn_with_kvcache(**call, scheduler_metadata=plan)
+    for counts in (plan.split_counts.long(), plan.split_counts[None]):
+        wrong = SchedulerMetadata(toy_gpu.on_gpu(counts), plan.plan)
+        with pytest.raises(InvalidProblem, match="scheduler_metadata.split_counts"):
+            flash_attn_with_kvcache(**call, scheduler_metadata=wrong)
+
+
 def test_arguments_are_checked():
     lengths = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(InvalidProblem, match=r"cache_seqlens.shape\[0\] is 2, expected 3"):
