@@ -127,3 +127,28 @@ class ForwardSpecialization:
             "negated": self.negate_scores,
         }
         return "_".join(part for part, is_present in parts.items() if is_present)
+
+
+class TileOfHeads:
+    """What all configs say of their tile: how packed heads lie in it, and what it divides."""
+
+    tile_m: int
+    tile_n: int
+
+    def positions(self, spec: ForwardSpecialization) -> int:
+        """Queries of each head in a tile; all rows where heads are not packed.
+
+        With a block mask a power of two, which divides its blocks.
+        """
+        if spec.pack_heads == 1:
+            return self.tile_m
+        most = self.tile_m // spec.pack_heads
+        return 1 << most.bit_length() - 1 if spec.has_block_mask else most // 8 * 8
+
+    def rows_used(self, spec: ForwardSpecialization) -> int:
+        """Rows of a tile that hold queries."""
+        return spec.pack_heads * self.positions(spec)
+
+    def divides(self, block_size: tuple[int, int], spec: ForwardSpecialization) -> bool:
+        """Whether blocks of a block mask are whole numbers of tiles."""
+        return block_size[0] % self.positions(spec) == 0 and block_size[1] % self.tile_n == 0

@@ -28,8 +28,12 @@ class Splits:
 
     most: int = 1
     blocks: int = 0
-    is_split: bool = False
     is_counted: bool = False  # each sequence has a number of its own, counted on the device
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a kernel leaves partial results; one part may be all there is of a sequence."""
+        return self.most > 1 or self.blocks > 0 or self.is_counted
 
 
 def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target) -> Splits:
@@ -46,8 +50,8 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
         return _of_fixed_size(p, config.tile_n)
     if p.num_splits > 0:
         if p.has_scheduler_metadata:
-            return Splits(p.num_splits, is_split=True, is_counted=True)
-        return Splits(p.num_splits, is_split=p.num_splits > 1)
+            return Splits(p.num_splits, is_counted=True)
+        return Splits(p.num_splits)
     least = -(-LEAST_KEYS // config.tile_n)
     blocks, slots = -(-p.capacity // config.tile_n), target.num_sms * config.ctas_per_sm
     packs = heads_of(p, spec)
@@ -59,7 +63,7 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
     is_counted = p.has_ragged_lengths and p.batch > 1
     if not (is_counted or p.has_scheduler_metadata):
         count = min(slots // max(tiles, 1), blocks // least, MAX_SPLITS)
-        return Splits() if is_full or count <= 1 else Splits(count, is_split=True)
+        return Splits() if is_full or count <= 1 else Splits(count)
     # A sequence longer than the others is split also where the tiles fill everything.
     is_decode = p.queries <= config.positions(spec)
     if is_full and not is_decode and not p.has_scheduler_metadata:
@@ -68,7 +72,7 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
     most = min(-(-blocks // least), -(-2 * slots // packs), affordable, MAX_SPLITS)
     if most <= 1 and not p.has_scheduler_metadata:
         return Splits()
-    return Splits(max(most, 1), is_split=True, is_counted=True)
+    return Splits(max(most, 1), is_counted=True)
 
 
 def _of_fixed_size(p: AttentionProblem, tile_n: int) -> Splits:
@@ -79,7 +83,7 @@ def _of_fixed_size(p: AttentionProblem, tile_n: int) -> Splits:
         least = -(-p.capacity // (MAX_SPLITS * tile_n)) * tile_n
         why = f"{p.capacity} keys may come to {MAX_SPLITS} parts"
         refuse("split_size", p.split_size, f"at least {least}", why)
-    return Splits(most, size, is_split=True, is_counted=p.has_ragged_lengths)
+    return Splits(most, size, is_counted=p.has_ragged_lengths)
 
 
 def _check_unsplit(p: AttentionProblem) -> None:

@@ -34,7 +34,7 @@ def splits_of(num_splits: int = 0, **changes) -> splits.Splits:
 
 
 def test_parts_fill_the_multiprocessors():
-    assert splits_of() == splits.Splits(2 * 132 // 8, is_split=True)
+    assert splits_of() == splits.Splits(2 * 132 // 8)
     assert splits_of(batch=4).most == 2 * 132 // 32
     assert splits_of(batch=64) == splits.Splits()
     assert splits_of(seqlen_k=256) == splits.Splits()
@@ -44,7 +44,7 @@ def test_parts_fill_the_multiprocessors():
 
 
 def test_a_number_decides():
-    assert splits_of(3, is_packed_q=True, is_packed_k=True) == splits.Splits(3, is_split=True)
+    assert splits_of(3, is_packed_q=True, is_packed_k=True) == splits.Splits(3)
     assert splits_of(1) == splits.Splits()
     assert splits_of(200).most == 200
 
@@ -71,10 +71,10 @@ def test_memory_bounds_what_the_package_chooses():
 
 
 def test_parts_of_a_fixed_size():
-    assert splits_of(split_size=4096) == splits.Splits(16, 64, is_split=True)
+    assert splits_of(split_size=4096) == splits.Splits(16, 64)
     ragged = splits_of(split_size=4100, has_seqused_k=True)
-    assert ragged == splits.Splits(16, 64, is_split=True, is_counted=True)
-    assert splits_of(split_size=1, seqlen_k=100) == splits.Splits(2, 1, is_split=True)
+    assert ragged == splits.Splits(16, 64, is_counted=True)
+    assert splits_of(split_size=1, seqlen_k=100) == splits.Splits(2, 1)
     with pytest.raises(InvalidProblem, match="split_size is 128, expected at least 256 "):
         splits_of(split_size=128)
     with pytest.raises(InvalidProblem, match="num_splits is 3, expected 0 or 1"):

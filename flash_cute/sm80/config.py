@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flash_cute.specialization import ForwardSpecialization, TileFacts
+from flash_cute.specialization import ForwardSpecialization, TileFacts, TileOfHeads
 
 RESERVED_SMEM_BYTES = 1024  # of each CTA, beside what it asks for
 REGISTERS_PER_SM = 65_536
@@ -19,7 +19,7 @@ TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # head dims are rounded up to one of t
 
 
 @dataclass(frozen=True)
-class ForwardConfigSm80:
+class ForwardConfigSm80(TileOfHeads):
     """One way to run the SM80 forward kernel.
 
     Shapes: a CTA owns (tile_m queries) x (all keys), visited tile_n keys at a time; every warp owns
@@ -50,20 +50,6 @@ class ForwardConfigSm80:
     def rows_per_warp(self) -> int:
         return self.tile_m // self.num_warps
 
-    def positions(self, spec: ForwardSpecialization) -> int:
-        """Queries of each head in a tile; all rows where heads are not packed.
-
-        With a block mask a power of two, which divides its blocks.
-        """
-        if spec.pack_heads == 1:
-            return self.tile_m
-        most = self.tile_m // spec.pack_heads
-        return 1 << most.bit_length() - 1 if spec.has_block_mask else most // 8 * 8
-
-    def rows_used(self, spec: ForwardSpecialization) -> int:
-        """Rows of a tile that hold queries."""
-        return spec.pack_heads * self.positions(spec)
-
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the K and V rings and the tile's place."""
         q = self.tile_m * spec.tile_d
@@ -74,10 +60,6 @@ class ForwardConfigSm80:
         """Registers of a thread that hold O and S, and Q where it is kept: the most of them."""
         kept = spec.tile_d // 2 if self.keeps_q else 0
         return self.rows_per_warp * (spec.tile_dv + self.tile_n + kept) // 32
-
-    def divides(self, block_size: tuple[int, int], spec: ForwardSpecialization) -> bool:
-        """Whether blocks of a block mask are whole numbers of tiles."""
-        return block_size[0] % self.positions(spec) == 0 and block_size[1] % self.tile_n == 0
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""

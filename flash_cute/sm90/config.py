@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flash_cute.specialization import ForwardSpecialization, TileFacts
+from flash_cute.specialization import ForwardSpecialization, TileFacts, TileOfHeads
 
 SMEM_BYTES = 232_448  # 227 KB, what one CTA may have on SM90
 RESERVED_SMEM_BYTES = 1024  # of each CTA
@@ -20,7 +20,7 @@ MLA_TILE_D, MLA_TILE_DV = 64, 512  # head dims of q and k, and of qv and v, are 
 
 
 @dataclass(frozen=True)
-class ForwardConfigSm90:
+class ForwardConfigSm90(TileOfHeads):
     """One way to run the SM90 forward kernel.
 
     Shapes: a CTA owns (tile_m queries) x (all keys), visited tile_n keys at a time; every consumer
@@ -52,30 +52,12 @@ class ForwardConfigSm90:
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (self.num_mma_warpgroups + 1)
 
-    def positions(self, spec: ForwardSpecialization) -> int:
-        """Queries of each head in a tile; all rows where heads are not packed.
-
-        With a block mask a power of two, which divides its blocks.
-        """
-        if spec.pack_heads == 1:
-            return self.tile_m
-        most = self.tile_m // spec.pack_heads
-        return 1 << most.bit_length() - 1 if spec.has_block_mask else most // 8 * 8
-
-    def rows_used(self, spec: ForwardSpecialization) -> int:
-        """Rows of a tile that hold queries."""
-        return spec.pack_heads * self.positions(spec)
-
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the K and V rings and the barriers."""
         q = self.tile_m * spec.tile_d
         kv = self.num_stages * self.tile_n * (spec.tile_d + spec.tile_dv)
         barriers = 1024
         return (q + kv) * ELEMENT_BYTES + barriers
-
-    def divides(self, block_size: tuple[int, int], spec: ForwardSpecialization) -> bool:
-        """Whether blocks of a block mask are whole numbers of tiles."""
-        return block_size[0] % self.positions(spec) == 0 and block_size[1] % self.tile_n == 0
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""
