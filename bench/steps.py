@@ -159,6 +159,9 @@ class SdpaStep(Sdpa):
         step = as_step(shape)
         return super().refuses(step) if step.page_size is None else "it has no pages"
 
+    def call(self, shape: Shape, sets: Inputs) -> Callable[[int], Any]:
+        return super().call(shape, caches(as_step(shape), sets))
+
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
 

@@ -378,11 +378,12 @@ def kernel_for(key: KernelKey | BuilderKey | CombineKey | PlannerKey | AppendKey
         from flash_cute.device.combine import PartsCombiner
 
         shape = (key.tile_d, key.is_packed, key.has_seqused, key.has_split_counts)
-        return PartsCombiner(key.dtype, key.out_dtype, *shape)
+        starts_early = Target.from_arch(key.arch).has_dependent_launch
+        return PartsCombiner(key.dtype, key.out_dtype, *shape, starts_early)
     if isinstance(key, PlannerKey):
         from flash_cute.device.split_planner import SplitPlanner
 
-        return SplitPlanner(key.lengths)
+        return SplitPlanner(key.lengths, Target.from_arch(key.arch).has_dependent_launch)
     if isinstance(key, AppendKey):
         from flash_cute.device.append import CacheAppender
 

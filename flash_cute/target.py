@@ -97,3 +97,8 @@ class Target:
         """The compute capability: (9, 0) for sm_90a."""
         number = int(re.sub(r"\D", "", self.arch))
         return number // 10, number % 10
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may start while the one before it ends, and wait for it by itself."""
+        return self.capability >= (9, 0)

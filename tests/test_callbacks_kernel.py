@@ -164,6 +164,37 @@ def test_score_mod_after_softcap_and_scale():
     check(128, 128, 2, score_mod=alibi, softcap=3.0, softmax_scale=-0.3, causal=True)
 
 
+def shapes_of_rows():
+    """Score changes that move the maxima of rows about, from the last keys to the first."""
+    slopes, inf = torch.linspace(0.01, 0.9, HEADS).cuda(), float("inf")
+    table = torch.linspace(-4, 4, HEADS * KEYS).view(HEADS, KEYS).cuda()
+    return {
+        "falling": lambda s, b, h, i, j: s - slopes[h] * (i - j),
+        "rising": lambda s, b, h, i, j: s + 8.0 * slopes[h] * (i - j),
+        "steep": lambda s, b, h, i, j: s - 3000.0 * (i - j),
+        "steps": lambda s, b, h, i, j: s + 40.0 * ((j // 100) % 3),
+        "unseen": lambda s, b, h, i, j: torch.where(j + 70 < i, s - slopes[h] * (i - j), -inf),
+        "none": lambda s, b, h, i, j: torch.where(i % 3 == h, -inf, s + table[h, j]),
+        "bias": lambda s, b, h, i, j: s + table[h, i - j] - 1.0,
+        "outlier": lambda s, b, h, i, j: s + torch.where(j == 7, 500.0, 0.0),
+        "no_score": lambda s, b, h, i, j: slopes[h] * (i - j),
+        "gain": lambda s, b, h, i, j: 3.0 * s - slopes[h] * (i - j),
+    }
+
+
+@pytest.mark.parametrize("name", shapes_of_rows() if torch.cuda.is_available() else ["falling"])
+@pytest.mark.parametrize("d, causal", [(64, False), (128, True), (128, False), (256, True)])
+def test_maxima_that_move(name, d, causal):
+    """Full blocks are weighed relative to the maximum so far: it may be low, or none at all."""
+    check(d, d, 2, score_mod=shapes_of_rows()[name], causal=causal)
+
+
+def test_maxima_that_move_with_softcap_and_pages_of_lists():
+    mod = shapes_of_rows()["rising"]
+    check(128, 128, 2, score_mod=mod, softcap=20.0)
+    check(64, 64, 3, score_mod=mod, window_size=(200, 200), softmax_scale=-0.5)
+
+
 def test_both_callbacks_with_a_sink():
     sink = torch.linspace(-1, 1, HEADS, device="cuda")
     check(64, 64, 3, score_mod=score_mods()[0], mask_mod=mask_mods()[2], sink=sink)

@@ -211,7 +211,7 @@ class ConstantTensor:
 @pytest.fixture
 def constants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Mathematical functions of the DSL, on constants."""
-    from flash_cute.device import score, traced_ops
+    from flash_cute.device import score, traced, traced_ops
 
     def of(function: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*values: Any, **options: Any) -> Any:
@@ -223,11 +223,13 @@ def constants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = "exp exp2 log log2 log10 log1p expm1 tanh sin cos atan erf sqrt rsqrt floor ceil trunc"
     fakes = {name: of(getattr(torch, name)) for name in (*names.split(), "abs", "pow")}
     fakes["roundeven"] = of(torch.round)
+    fakes["fma"] = of(lambda a, b, c: a * b + c)
     for name in ("min", "max"):
         fakes[name] = lambda a, b, name=name, **options: type(a)(
             {"min": min, "max": max}[name](a.value, b.value)
         )
     fake = types.SimpleNamespace(math=types.SimpleNamespace(**fakes), Tensor=ConstantTensor)
+    monkeypatch.setattr(traced, "cute", fake)
     monkeypatch.setattr(traced_ops, "cute", fake)
     monkeypatch.setattr(score, "cute", fake)
     monkeypatch.setattr(score, "load_constant", lambda tensor, coord: tensor[coord])
@@ -260,22 +262,72 @@ GPU_ONLY = ("overflow", "special", "arithmetic-int64", "mixed-int64", "mixed-int
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*TYPE_INT_LITERAL_OUT_OF_RANGE")  # constants wrap around
+@pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - set(GPU_ONLY)))
-def test_operation_on_constants(operation: str, constants: None):
+def test_operation_on_constants(operation: str, is_scaled: bool, constants: None):
     from cutlass import Float32, Int32
 
-    from flash_cute.device.score import trace_score_mod
+    from flash_cute.device.score import PLAIN_UNITS, ScoreUnits, trace_score_mod
+
+    scale, unit, shift = (0.25, 1.5, -0.75) if is_scaled else (1.0, 1.0, 0.0)
+    units = ScoreUnits(Float32(scale), unit, Float32(shift)) if is_scaled else PLAIN_UNITS
 
     callback = as_callback(as_score_mod(OPERATIONS[operation], "cpu"), "score_mod")
     tensors = tuple(ConstantTensor(tensor) for tensor in callback.tensors)
     scores, expected = small_scores(), expected_of(operation)
     for _, h, i, j in torch.ones_like(scores).nonzero().tolist():
-        indices = (Int32(0), Int32(h), Int32(i), Int32(j))
-        score = Float32(scores[0, h, i, j].item())
-        (got,) = trace_score_mod(callback, [score], *indices[:3], [indices[3]], tensors=tensors)
-        want = expected[0, h, i, j].item()
+        indices = (Int32(0), Int32(h), Int32(i), [Int32(j)])
+        product = Float32(scores[0, h, i, j].item() / scale)
+        (got,) = trace_score_mod(callback, [product], indices, tensors=tensors, units=units)
+        want = expected[0, h, i, j].item() * unit + shift
         assert isinstance(got, Float32)
         assert got.value == pytest.approx(want, rel=2e-5, abs=2e-5, nan_ok=True), (h, i, j)
+
+
+# Expressions of score s, bias x and an index i that is known as a sum, and whether they are lines.
+LINES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "score": (lambda s, x, i: s, True),
+    "bias": (lambda s, x, i: s + x, True),
+    "slope": (lambda s, x, i: s - x * (9 - i), True),
+    "slope_first": (lambda s, x, i: (i - 9) * x + s, True),
+    "shifted_slope": (lambda s, x, i: 2.0 + s + -(x * (i + 4) - 1.5) - x, True),
+    "slope_of_float": (lambda s, x, i: s - (i.float() - 3) * x * 0.5, True),
+    "no_score": (lambda s, x, i: x * i - 3.0, True),
+    "gain": (lambda s, x, i: 1.5 * s - x * i, True),
+    "twice": (lambda s, x, i: s + s, False),
+    "negative": (lambda s, x, i: x - s, False),
+    "two_slopes": (lambda s, x, i: s + x * i + 0.5 * i, False),
+    "square": (lambda s, x, i: s - i.float() * i.float(), True),
+    "absolute": (lambda s, x, i: s - x * torch.abs(3 - i), True),
+    "rounded": (lambda s, x, i: s + (x.half() * i).float(), True),
+    "chosen": (lambda s, x, i: torch.where(i > 3, s - x * i, s), False),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("base, offset", [(5, 2), (0, 17), (-8, 3), (4, 0)])
+def test_lines_come_to_the_same(name: str, base: int, offset: int, constants: None):
+    from cutlass import Float32, Int32
+
+    from flash_cute.device import traced
+
+    function, is_line = LINES[name]
+    product, scale, bias, unit, shift = 3.5, 0.25, -0.75, 1.4426950408889634, 2.5
+    index = traced.TracedValue(
+        "int64", Int32(base + offset), (-100, 100), traced.Sum(Int32(base), offset)
+    )
+    score = traced.score_value(Float32(product * scale))
+    got = traced.convert(
+        function(score, traced.TracedValue("float32", Float32(bias)), index), "float32"
+    )
+    want = function(*(torch.tensor(x) for x in (product * scale, bias, base + offset))).item()
+    assert got.value.value == pytest.approx(want, rel=1e-5)
+    assert (got.line is not None) == is_line
+    if is_line:
+        finished = got.line.finish(Float32(product), Float32(scale), unit, Float32(shift))
+        assert finished.value == pytest.approx(want * unit + shift, rel=1e-5)
+        finished = got.line.finish(Float32(product), Float32(scale), 1.0, None)
+        assert finished.value == pytest.approx(want, rel=1e-5)
 
 
 # ---- Compiling -----------------------------------------------------------------------------------

@@ -59,11 +59,12 @@ class ToyCallback:
                 values = device_score.trace_score_mod(
                     self.callback,
                     [src[b, h, q_idx, index] for index in kv_idx],
-                    *(b, h, q_idx, kv_idx),
+                    (b, h, q_idx, kv_idx),
                     captured,
                 )
             else:
-                visible = device_score.trace_mask_mod(self.callback, b, h, q_idx, kv_idx, captured)
+                indices = (b, h, q_idx, kv_idx)
+                visible = device_score.trace_mask_mod(self.callback, indices, captured)
                 values = [is_visible.to(Uint8) for is_visible in visible]
             for i in cutlass.range_constexpr(width):
                 dst[b, h, q_idx, kv_idx[i]] = values[i]

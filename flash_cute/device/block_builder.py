@@ -164,7 +164,7 @@ class BlockMaskBuilder:
                 for i in cutlass.range_constexpr(ROWS_PER_STEP):
                     q_idx = cutlass.min(q + i, end_q - 1)
                     place = (batch, head, q_idx, [kv_idx] * self.key.width)
-                    shown = trace_mask_mod(self.mask_mod, *place, tensors, info)[0]
+                    shown = trace_mask_mod(self.mask_mod, place, tensors, info)[0]
                     some, every = some | shown, every & shown
             is_visible = is_visible | cute.arch.vote_any_sync(some)
             is_hidden = is_hidden | cute.arch.vote_any_sync(~every)

@@ -67,6 +67,8 @@ class PartsCombiner:
     """Merges partial results of one pair of dtypes; see the module docstring.
 
     tile_d: head_dim rounded up to one of selection.COMBINE_TILE_DIMS
+    starts_early: the kernel is launched as a programmatic dependent one (compute capability 9.0 and
+                  later): its CTAs start as those of the kernel before it end, and wait
     """
 
     smem_bytes = 0  # dynamic; the rings are static: 16 KiB
@@ -79,10 +81,12 @@ class PartsCombiner:
         is_packed: bool,
         has_seqused: bool,
         has_split_counts: bool,
+        starts_early: bool = False,
     ):
         self.dtype, self.out_dtype = DTYPES[dtype], DTYPES[out_dtype]
         self.is_packed, self.has_seqused = is_packed, has_seqused
         self.has_split_counts = has_split_counts
+        self.starts_early = starts_early
         self.elements = LOAD_BYTES * 8 // self.dtype.width  # of a load
         self.threads_per_row = min(WARP, tile_d // self.elements)
         self.loads = tile_d // (self.elements * self.threads_per_row)  # of a lane and part
@@ -123,6 +127,7 @@ class PartsCombiner:
             grid=[cute.ceil_div(params.num_rows, self.rows_per_cta), 1, 1],
             block=[THREADS, 1, 1],
             stream=args.stream,
+            use_pdl=self.starts_early,
         )
 
     def view(self, args: CombineArguments, name: str, shape: tuple) -> cute.Tensor:
@@ -140,6 +145,8 @@ class PartsCombiner:
     @cute.kernel
     def kernel(self, p: CombineParams):
         """Merge the rows of one CTA; rows past the end stand for the last one and write nothing."""
+        if const_expr(self.starts_early):
+            cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         row = block * self.rows_per_cta + thread // self.threads_per_row

@@ -6,7 +6,7 @@ says where its threads are (`place`, `first_column`). A consumer, `c`, is any ob
 fields of ForwardParams that the steps here read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import cutlass
@@ -23,7 +23,7 @@ from flash_cute.device.primitives import (
     fresh_thread_idx,
     pack_halves,
 )
-from flash_cute.device.score import trace_mask_mod, trace_score_mod
+from flash_cute.device.score import ScoreUnits, trace_mask_mod, trace_score_mod
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Tile
 from flash_cute.errors import InvalidProblem
@@ -56,6 +56,7 @@ class AttentionKernel:
     label: ClassVar[str]  # of the kernel's name
     rows_per_thread: int
     lacks: ClassVar[frozenset[Feature]] = frozenset()
+    waits_by_itself: ClassVar[bool] = False  # split keys: see `await_kernel_before`
 
     @classmethod
     def config_for(cls, spec: ForwardSpecialization, config):
@@ -76,6 +77,7 @@ class AttentionKernel:
         self.mask_mod = callback_for(spec.mask_mod) if spec.mask_mod is not None else None
         self.block_mod = callback_for(spec.block_mod) if spec.block_mod is not None else None
         self.smem_bytes = config.smem_bytes(spec)
+        self.starts_early = self.waits_by_itself and spec.is_split
         self.mask = AttentionMask(
             is_causal=spec.is_causal,
             has_window_left=spec.has_window_left,
@@ -102,9 +104,21 @@ class AttentionKernel:
             stream=args.stream,
             min_blocks_per_mp=self.config.ctas_per_sm,
             preferred_smem_carveout=100,  # given, as the DSL else asks the driver for its size
+            use_pdl=self.starts_early,
         )
 
     # ---------------------------------------------------------------- device
+
+    def await_kernel_before(self):
+        """Wait for the kernel before this one in the stream, and let the next one start.
+
+        A step of decoding is three short kernels: counting of the parts, attention and merge. They
+        are launched as programmatic dependent ones, whose CTAs are there before they may run.
+        Contract: nothing that another kernel writes is read before, nor anything written.
+        """
+        if self.starts_early:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def blocks_of(self, p, tile: Tile, seqlen: SeqlenInfo):
@@ -180,22 +194,28 @@ class AttentionKernel:
         place,
         is_masked: cutlass.Constexpr[bool],
         may_be_edge: cutlass.Constexpr[bool] = False,
+        row_max: cute.Tensor | None = None,
     ):
-        """Everything between Q K^T and the softmax: softcap, score_mod, then the masks."""
+        """Everything between Q K^T and the softmax: softcap, score_mod, then the masks.
+
+        Units: with a score_mod and row_max, which is then the rows' maximum so far, scores are left
+               as ``(score - row_max) * log2(e)``
+        """
         row, col = place
         rows = p.packing.rows(work.tile, row, self.rows_per_thread, work.seqlen.seqlen_q)
         first_col = n_block * self.config.tile_n + col
         if const_expr(self.spec.has_softcap):
             softmax.softcap(S, p.scale_log2, p.softcap)
-        elif const_expr(self.spec.score_mod is not None):
-            S.store(S.load() * p.scale_log2)
         elif const_expr(self.spec.negate_scores):
             S.store(-S.load())
-        if const_expr(self.spec.score_mod is not None or self.spec.mask_mod is not None):
-            self.apply_callbacks(p, S, work, rows, first_col, is_masked)
+        place_of_S = (work, rows, first_col, is_masked)
+        if const_expr(self.spec.score_mod is not None):
+            self.apply_score_mod(p, S, place_of_S, row_max)
+        if const_expr(self.spec.mask_mod is not None):
+            self.hide(self.mask_mod, p.captured.mask, S, place_of_S)
         if const_expr(self.spec.block_mod is not None and is_masked):
             if work.num_partial > 0:  # else the first block is a full one
-                self.apply_block_mod(p, S, work, rows, first_col)
+                self.hide(self.block_mod, p.captured.block, S, (work, rows, first_col, True))
         if const_expr(is_masked):
             self.mask.apply(S, rows.q_idx, first_col, work.seqlen, p.bounds)
         elif const_expr(may_be_edge):
@@ -213,26 +233,23 @@ class AttentionKernel:
             if work.is_empty:
                 S.fill(-Float32.inf)
 
-    def apply_callbacks(self, p, S: cute.Tensor, work: Work, rows: Rows, first_col, is_edge: bool):
-        """score_mod and mask_mod on every score of the thread."""
-        place = (work, rows, first_col, is_edge)
-        if self.score_mod is not None:
-            for cells, indices in self.groups(self.score_mod, S, place):
-                scores, tensors = [S[cell] for cell in cells], p.captured.score
-                new = trace_score_mod(self.score_mod, scores, *indices, tensors, work.seqlen)
-                for cell, score in zip(cells, new, strict=True):
-                    S[cell] = score
-        if self.mask_mod is not None:
-            self.hide(self.mask_mod, p.captured.mask, S, place)
-
-    def apply_block_mod(self, p, S: cute.Tensor, work: Work, rows, first_col):
-        """The block mask's own mask_mod on every score of the thread."""
-        self.hide(self.block_mod, p.captured.block, S, (work, rows, first_col, True))
+    def apply_score_mod(self, p, S: cute.Tensor, place, row_max: cute.Tensor | None):
+        """score_mod on every score of the thread; the units are those of `modify_scores`."""
+        units = ScoreUnits(None if self.spec.has_softcap else p.scale_log2)
+        for cells, indices in self.groups(self.score_mod, S, place):
+            if row_max is not None:
+                shift = softmax.finite_or_zero(row_max[cells[0][0]]) * -softmax.LOG2_E
+                units = replace(units, unit=softmax.LOG2_E, shift=shift)
+            products, tensors = [S[cell] for cell in cells], p.captured.score
+            seqlen = place[0].seqlen
+            new = trace_score_mod(self.score_mod, products, indices, tensors, seqlen, units)
+            for cell, score in zip(cells, new, strict=True):
+                S[cell] = score
 
     def hide(self, mask_mod, tensors, S: cute.Tensor, place):
         """Set the scores that a mask_mod does not show to -inf."""
         for cells, indices in self.groups(mask_mod, S, place):
-            visible = trace_mask_mod(mask_mod, *indices, tensors, place[0].seqlen)
+            visible = trace_mask_mod(mask_mod, indices, tensors, place[0].seqlen)
             for cell, is_visible in zip(cells, visible, strict=True):
                 S[cell] = cutlass.select_(is_visible, S[cell], -Float32.inf)
 

@@ -9,6 +9,7 @@ known to be 1; ``tensor_args`` and ``tensors_from`` are the two ends of that con
 code, ``Callback.launch_arguments`` is the host's.
 """
 
+import dataclasses
 import linecache
 import re
 import types
@@ -43,6 +44,7 @@ from flash_cute.device.traced import (
     is_float,
     operand,
     promote,
+    score_value,
     select,
 )
 from flash_cute.errors import FlashCuteError, InvalidProblem, UnsupportedProblem
@@ -253,33 +255,67 @@ def _position(index, size):
 # ---- Tracing -------------------------------------------------------------------------------------
 
 
-def trace_score_mod(callback, scores, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
+@dataclasses.dataclass(frozen=True)
+class ScoreUnits:
+    """Scores are products times `scale`; a new score x is left as x * unit + shift.
+
+    Shapes: scale: Float32, or None for 1; unit: float; shift: Float32, or None for 0
+    """
+
+    scale: object = None
+    unit: float = 1.0
+    shift: object = None
+
+    def score(self, product):
+        """The score of a product."""
+        return product if self.scale is None else product * self.scale
+
+    def leave(self, value):
+        """A new score in the units it is left in."""
+        if self.shift is None:
+            return value if self.unit == 1.0 else value * Float32(self.unit)
+        return cute.math.fma(value, Float32(self.unit), self.shift)
+
+
+PLAIN_UNITS = ScoreUnits()
+
+
+def trace_score_mod(callback, products, indices, tensors=(), seqlen_info=None, units=PLAIN_UNITS):
     """Return the new scores of ``callback.key.width`` elements of one row, as a list.
 
-    Shapes:   scores: as many Float32; b, h, q_idx Int32; kv_idx: as many Int32, or (Int32, int)
-              whose sum it is, the first shared by the elements of a thread; tensors: those of
-              callback.key, in order, 0-dim ones as tensors of one element
-    Units:    indices are within the sequence, h is the query head, all below INDEX_LIMIT
+    Shapes:   products: as many Float32; indices: (b, h, q_idx, kv_idx), three Int32 and as many as
+              products, or (Int32, int) whose sum it is, the first shared by the elements of a
+              thread; tensors: those of callback.key, in order, 0-dim ones as tensors of one element
+    Units:    ScoreUnits says what products and results are; indices are within the sequence, h is
+              the query head, all below INDEX_LIMIT
     Raises:   UnsupportedProblem and, for a result of another kind, InvalidProblem, both naming the
               line of the user's function, while tracing
     """
+    scores = [units.score(Float32(product)) for product in products]
     if callback.key.form == NATIVE:
-        return _called_natively(callback, (scores, b, h, q_idx, kv_idx), tensors, seqlen_info)
-    indices = (index_value(index) for index in (b, h, q_idx, *kv_idx))
-    result = _traced(callback, tensors, (TracedValue("float32", Float32(scores[0])), *indices))
-    return [convert(result, "float32").value]
+        new = _called_natively(callback, (scores, *indices), tensors, seqlen_info)
+        return [units.leave(score) for score in new]
+    args = (score_value(scores[0]), *_index_values(indices))
+    result = convert(_traced(callback, tensors, args), "float32")
+    if result.line is None or units.scale is None:
+        return [units.leave(result.value)]
+    return [result.line.finish(Float32(products[0]), units.scale, units.unit, units.shift)]
 
 
-def trace_mask_mod(callback, b, h, q_idx, kv_idx, tensors=(), seqlen_info=None):
+def trace_mask_mod(callback, indices, tensors=(), seqlen_info=None):
     """Return whether each key is visible; otherwise as ``trace_score_mod``."""
     if callback.key.form == NATIVE:
-        return _called_natively(callback, (None, b, h, q_idx, kv_idx), tensors, seqlen_info)
-    indices = (index_value(index) for index in (b, h, q_idx, *kv_idx))
-    result = _traced(callback, tensors, tuple(indices))
+        return _called_natively(callback, (None, *indices), tensors, seqlen_info)
+    result = _traced(callback, tensors, _index_values(indices))
     if promote(result) != "bool":
         got = f"torch.{promote(result)}"
         raise InvalidProblem(f"mask_mod returned {got}, expected torch.bool, {_where(callback)}")
     return [convert(result, "bool").value]
+
+
+def _index_values(indices):
+    *others, kv_idx = indices
+    return tuple(index_value(index) for index in (*others, *kv_idx))
 
 
 def _called_natively(callback, args, tensors, seqlen_info):

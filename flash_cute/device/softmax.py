@@ -198,6 +198,41 @@ def catch_up(
         advance_row(scores, r, values, new_max, (row_max, row_sum, o_scale), scale_log2, False)
 
 
+# -- scores that are relative: ``(score - row_max) * log2(e)``, with 0 for a row_max of -inf
+
+
+def relative_max(row_max: cute.Tensor) -> cute.Tensor:
+    """The maxima of rows whose scores are relative to them: 0, told to the compiler."""
+    zeros = cute.make_rmem_tensor(cute.size(row_max), Float32)
+    zeros.fill(0.0)
+    return zeros
+
+
+def mark_unseen(row_max: cute.Tensor, block_sum: cute.Tensor):
+    """Rows that have seen no key have nothing to be relative to: they count as outgrown."""
+    for r in range(cute.size(row_max)):
+        is_unseen = row_max[r] == -Float32.inf
+        block_sum[r] = cutlass.select_(is_unseen, Float32.inf, block_sum[r])
+
+
+@cute.jit
+def catch_up_relative(
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    o_scale: cute.Tensor,
+    block_sum: cute.Tensor,
+    headroom: cutlass.Constexpr[float],
+):
+    """`catch_up` for relative scores."""
+    rise = cute.make_rmem_tensor(cute.size(row_max), Float32)
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        rise[r] = cutlass.select_(row_max[r] == -Float32.inf, -Float32.inf, Float32(0.0))
+    catch_up(scores, rise, row_sum, o_scale, block_sum, Float32(1.0), headroom)
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        row_max[r] = cute.math.fma(rise[r], Float32(LN2), finite_or_zero(row_max[r]))
+
+
 @cute.jit
 def any_rescaled(o_scale: cute.Tensor, row_sum: cute.Tensor):
     """Whether any row of the warp has an o_scale other than 1.

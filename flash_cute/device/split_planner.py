@@ -41,12 +41,18 @@ class PlannerParams:
 
 
 class SplitPlanner:
-    """See the module docstring; the flags say which lengths there are."""
+    """See the module docstring; `lengths` says which there are.
+
+    Args:
+        lets_next_start: attention is launched as a programmatic dependent kernel (compute
+            capability 9.0 and later), so its CTAs may come while this one counts.
+    """
 
     smem_bytes = 0  # dynamic; a few words are static
 
-    def __init__(self, lengths: tuple[str, ...]):
+    def __init__(self, lengths: tuple[str, ...], lets_next_start: bool = False):
         self.lengths = lengths
+        self.lets_next_start = lets_next_start
         self.name = "_".join(["flash_split_planner", *lengths])
 
     # ---------------------------------------------------------------- host
@@ -93,6 +99,8 @@ class SplitPlanner:
     @cute.kernel
     def kernel(self, p: PlannerParams):
         """One CTA."""
+        if const_expr(self.lets_next_start):
+            cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         words = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), 16)
         size = p.split_blocks

@@ -57,17 +57,19 @@ class TracedValue:
     An integer may also be known as base + offset, with the base shared by many elements and the
     offset a Python number, or as the absolute value of one (`Sum`). Its conversion to float32 then
     costs an addition: conversions run at a quarter of the rate, on the unit of the exponentials.
+    A float32 that grew out of the score or of such an integer may be known as a `Line`, too.
     """
 
-    __slots__ = ("bounds", "dtype_name", "sum", "value")
+    __slots__ = ("bounds", "dtype_name", "line", "sum", "value")
     __array_ufunc__ = None  # numpy's numbers leave operators to this class
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def __init__(self, dtype_name, value, bounds=(0, 0), sum=None):
+    def __init__(self, dtype_name, value, bounds=(0, 0), sum=None, line=None):
         self.dtype_name = dtype_name
         self.value = value
         self.bounds = bounds
         self.sum = sum
+        self.line = line
 
     def __repr__(self):
         return f"<traced {self.dtype_name}>"
@@ -145,6 +147,85 @@ class Sum:
         """The same number in float32, exact below 2**24."""
         value = Float32(self.base) + Float32(float(self.offset))
         return cute.math.abs(value) if self.is_absolute else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A float32 as score + base + factor * offset, of which each part may be missing.
+
+    What base and factor are made of is usually the same for a whole row, so that an element costs
+    one multiply-add for its offset, a Python number, and one for its score. The value is emitted
+    both ways; the compiler drops the one that is not used.
+    """
+
+    has_score: bool = False
+    base: object = None  # Float32 or None
+    factor: object = None  # Float32 or None, as offset
+    offset: int = 0
+
+    def scaled(self, number):
+        """The line times a Float32; None where the score would be multiplied."""
+        if self.has_score:
+            return None
+        return Line(False, self.base * number, self.factor * number, self.offset)
+
+    def plus(self, op, other):
+        """The sum or difference, `op`, with another line; None where it is no line."""
+        is_difference = op is operator.sub
+        if other.has_score and (self.has_score or is_difference):
+            return None
+        if self.factor is not None and other.factor is not None:
+            return None
+        factor, offset = self.factor, self.offset
+        if other.factor is not None:
+            factor, offset = other.factor, -other.offset if is_difference else other.offset
+        return Line(
+            self.has_score or other.has_score, _joined(op, self.base, other.base), factor, offset
+        )
+
+    def finish(self, product, scale, unit, shift):
+        """value * unit + shift, where the score is product * scale.
+
+        Shapes: product, scale: Float32; unit: float; shift: Float32, or None for 0
+        """
+        total = shift
+        if self.base is not None:
+            total = _fma(self.base, unit, shift)
+        if self.has_score:
+            total = _fma(product, scale * Float32(unit), total)
+        if self.factor is not None and self.offset != 0:
+            total = cute.math.fma(self.factor * Float32(unit), Float32(float(self.offset)), total)
+        return total
+
+
+def _joined(op, a, b):
+    """op(a, b) of values of which None is 0."""
+    if b is None:
+        return a
+    return op(Float32(0.0) if a is None else a, b)
+
+
+def _fma(a, b, c):
+    """a * b + c, where c may be None."""
+    return a * Float32(b) if c is None else cute.math.fma(a, Float32(b), c)
+
+
+def line_of(op, a, b):
+    """The `Line` of a float32 operation on two float32 values, of which one may be one."""
+    if a.line is None and b.line is None:
+        return None
+    if op is operator.mul:
+        line, number = (b.line, a.value) if a.line is None else (a.line, b.value)
+        return line.scaled(number) if a.line is None or b.line is None else None
+    if op not in (operator.add, operator.sub):
+        return None
+    first, second = (x.line or Line(base=x.value) for x in (a, b))
+    return first.plus(op, second)
+
+
+def score_value(score):
+    """Wrap the score that a callback is called with."""
+    return TracedValue("float32", score, line=Line(has_score=True))
 
 
 def index_value(index):
@@ -244,7 +325,10 @@ def convert(x, dtype):
         kind = Float64 if dtype == "float64" else Float32
         is_exact = -(2**24) <= x.bounds[0] and x.bounds[1] <= 2**24
         if x.sum is not None and kind is Float32 and is_exact:
-            return rounded(dtype, x.sum.to_float())
+            result = rounded(dtype, x.sum.to_float())
+            if dtype == "float32" and not x.sum.is_absolute:
+                result.line = Line(False, Float32(x.sum.base), Float32(1.0), x.sum.offset)
+            return result
         value = Int32(x.value) if x.dtype_name == "bool" else x.value
         return rounded(dtype, kind(value))
     if is_float(x.dtype_name):

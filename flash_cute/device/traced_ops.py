@@ -22,6 +22,7 @@ from flash_cute.device.traced import (
     fits_int32,
     half_number,
     is_float,
+    line_of,
     operand,
     promote,
     rounded,
@@ -55,7 +56,10 @@ def _corners(a, b, op):
 def _arithmetic(a, b, op):
     a, b, dtype = _as_pair(a, b)
     if is_float(dtype):
-        return rounded(dtype, op(a.value, b.value))
+        result = rounded(dtype, op(a.value, b.value))
+        if dtype == "float32":
+            result.line = line_of(op, a, b)
+        return result
     if dtype == "bool":
         raise Untraceable("arithmetic on booleans: use & | ^ ~, or .int() first")
     result = _integer(dtype, a, b, op, _corners(a, b, op))

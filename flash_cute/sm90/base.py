@@ -26,6 +26,7 @@ class AttentionKernelSm90(AttentionKernel):
     """
 
     rows_per_thread = ROWS_PER_THREAD
+    waits_by_itself = True
 
     # ---------------------------------------------------------------- device
 
@@ -40,6 +41,7 @@ class AttentionKernelSm90(AttentionKernel):
         pipes = self.exchange.pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        self.await_kernel_before()
         smem = self.exchange.tensors(p, storage)
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.config.regs_load)

@@ -257,7 +257,8 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
         S = as_rows_cols(acc_S)
-        self.modify_scores(p, S, work, n_block, place, is_masked, may_be_edge)
+        row_max = c.row_max if self.has_relative_scores(is_masked) else None
+        self.modify_scores(p, S, work, n_block, place, is_masked, may_be_edge, row_max)
         self.next_weights(p, c, pipes, work, v_state, acc_S, is_masked)
         k_state.advance()
         v_state.advance()
@@ -272,6 +273,17 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
         """
         row = (thread // 32 - WARPS_PER_WARPGROUP) * ROWS_PER_WARP + thread % 32 // 4
         return row, 2 * (thread % 4)
+
+    def has_relative_scores(self, is_masked: bool) -> bool:
+        """Whether `weigh_speculatively` gets scores relative to the maximum, in powers of two.
+
+        What a score_mod adds to a row and the maximum then cost one multiply-add together. A
+        derived class with steps of its own gets scores as they are.
+        """
+        own = FlashAttentionForwardSm90
+        steps = ("next_weights", "weigh_speculatively")
+        is_ours = all(getattr(type(self), step) is getattr(own, step) for step in steps)
+        return self.spec.score_mod is not None and not is_masked and is_ours
 
     # -- from scores to weights: the steps that another kind of attention overrides
 
@@ -324,14 +336,23 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
         weights = self.new_scores(p)
         headroom = self.config.rescale_threshold
         block_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        scale_log2 = self.scale_log2(p)
-        softmax.speculative_step(S, as_rows_cols(weights), c.row_max, block_sum, scale_log2)
+        row_max, scale_log2 = c.row_max, self.scale_log2(p)
+        if const_expr(self.has_relative_scores(False)):
+            row_max, scale_log2 = softmax.relative_max(c.row_max), Float32(1.0)
+        softmax.speculative_step(S, as_rows_cols(weights), row_max, block_sum, scale_log2)
+        if const_expr(self.has_relative_scores(False)):
+            softmax.mark_unseen(c.row_max, block_sum)
         is_outgrown = softmax.any_outgrown(block_sum, headroom)
         if const_expr(not self.config.waits_late):
             self.finish_product(pipes, v_state)
             self.round_weights(weights, c.rP)
         if is_outgrown:
-            softmax.catch_up(S, c.row_max, c.row_sum, c.o_scale, block_sum, scale_log2, headroom)
+            if const_expr(self.has_relative_scores(False)):
+                softmax.catch_up_relative(S, c.row_max, c.row_sum, c.o_scale, block_sum, headroom)
+            else:
+                softmax.catch_up(
+                    S, c.row_max, c.row_sum, c.o_scale, block_sum, scale_log2, headroom
+                )
             if const_expr(self.config.waits_late):
                 self.finish_product(pipes, v_state)
             self.round_weights(acc_S, c.rP)
