@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -181,11 +181,11 @@ SM90_MLA = Declaration(
     gathers_keys=False,
 )
 
-# It runs on Hopper too, where it is tested.
+# Its tests have passed on an H200: it runs on Hopper too, where another kernel comes first.
 SM80 = Declaration(
     kernel="FlashAttentionForwardSm80",
     module="flash_cute.sm80.fwd",
-    archs=("sm_80", "sm_86", "sm_89", "sm_120a"),
+    archs=("sm_80", "sm_86", "sm_87", "sm_89", "sm_120a", "sm_121a"),
     archs_by_class=("sm_90a",),
     features=SM90.features,
     choose_config=sm80.choose_config,
@@ -194,7 +194,17 @@ SM80 = Declaration(
 )
 
 ALL_KERNELS = (SM90, SM90_MLA, SM80)
-KERNELS = (SM90, SM90_MLA)  # those whose tests have passed on a GPU
+KERNELS = (SM90, SM90_MLA, SM80)  # those whose tests have passed on a GPU
+
+
+def preferring(declaration: Declaration) -> tuple[Declaration, ...]:
+    """The table with one kernel first, also where it is else reached by its class alone.
+
+    For tests and benchmarks, which put it in the place of KERNELS.
+    """
+    everywhere = declaration.archs + declaration.archs_by_class
+    first = replace(declaration, archs=everywhere, archs_by_class=())
+    return (first, *(d for d in KERNELS if d.kernel != first.kernel))
 
 
 @dataclass(frozen=True)
@@ -538,9 +548,23 @@ def _refusal(
         known = ", ".join(d.kernel for d in KERNELS)
         return f"kernel is {kernel}, expected one of {known}, or a class derived from one"
     concerned = [d for d in candidates if d.serves(problem)] or candidates
-    lacks = [d.lacks(problem, target, kernel is not None) for d in concerned]
-    reasons = [f"{d.kernel} lacks {'; '.join(x)}" for d, x in zip(concerned, lacks, strict=True)]
-    advice = "the CPU reference does all of it: move the tensors with .cpu()"
-    if Feature.GRADIENT in problem.required_features():
-        advice = "there is no backward kernel yet: call under torch.no_grad(), or pass q.detach()"
+    lacks = {d: d.lacks(problem, target, kernel is not None) for d in concerned}
+    # A kernel of other GPUs that lacks more than that is no news where there is one of this GPU.
+    near = {d: x for d, x in lacks.items() if target.arch in d.archs or len(x) == 1} or lacks
+    reasons = [f"{d.kernel} lacks {'; '.join(x)}" for d, x in near.items()]
+    advice = _advice(problem, target, near)
     return f"no kernel runs this problem on {target.arch}: {'; '.join(reasons)} ({advice})"
+
+
+def _advice(p: AttentionProblem, target: Target, candidates: Iterable[Declaration]) -> str:
+    """The nearest thing that works."""
+    if Feature.GRADIENT in p.required_features():
+        return "there is no backward kernel yet: call under torch.no_grad(), or pass q.detach()"
+    advice = "the CPU reference does all of it: move the tensors with .cpu()"
+    if p.has_qv and not p.is_only_qv:
+        dim = p.head_dim + p.head_dim_v
+        joined = replace(p, has_qv=False, head_dim=dim)
+        does = f"does q with qv, and k with v, concatenated to {dim} channels"
+        names = [d.kernel for d in candidates if not d.lacks(joined, target)]
+        advice += "".join(f"; {name} {does}" for name in names)
+    return advice

@@ -36,6 +36,7 @@ _ARCHS = {
     (10, 0): _Arch("sm_100a", 227, 148, "B200"),
     (10, 3): _Arch("sm_103a", 227, 148, "B300"),
     (12, 0): _Arch("sm_120a", 99, 188, "RTX PRO 6000 Blackwell"),
+    (12, 1): _Arch("sm_121a", 99, 48, "DGX Spark"),
 }
 
 KNOWN_ARCHS = tuple(arch.name for arch in _ARCHS.values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import gpu_report
 import pytest
 import torch
@@ -14,7 +12,7 @@ CPU = pytest.param("cpu", marks=pytest.mark.cpu)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 # Compute capabilities (major) with a kernel in the package.
-KERNEL_MAJORS = (9,)
+KERNEL_MAJORS = (8, 9, 12)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,9 +33,7 @@ def preferred_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """What `--kernel` asks for becomes the first choice; others do what it lacks."""
     if request.config.getoption("--kernel") != "sm80":
         return
-    everywhere = selection.SM80.archs + selection.SM80.archs_by_class
-    preferred = dataclasses.replace(selection.SM80, archs=everywhere, archs_by_class=())
-    monkeypatch.setattr(selection, "KERNELS", (preferred, *selection.KERNELS))
+    monkeypatch.setattr(selection, "KERNELS", selection.preferring(selection.SM80))
 
 
 @pytest.fixture(params=[CPU, CUDA])

@@ -18,6 +18,7 @@ from flash_cute import (
 from flash_cute.sm90 import config as sm90
 from flash_cute.sm90.config import ForwardConfigSm90
 from flash_cute.specialization import ForwardSpecialization
+from flash_cute.target import KNOWN_ARCHS
 
 H200 = Target.from_arch("sm_90a")
 
@@ -136,11 +137,43 @@ def test_refusal_of_a_wider_v():
         key(head_dim=64, head_dim_v=128)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
-def test_other_archs_are_refused_by_name(arch):
-    with pytest.raises(UnsupportedProblem, match=f"runs on sm_90a, not on {arch}"):
-        selection.key_for(problem(), Target.from_arch(arch))
-    assert not selection.is_supported(problem(), Target.from_arch(arch))
+@pytest.mark.parametrize("arch", KNOWN_ARCHS)
+def test_each_arch_has_its_kernel_or_is_refused_by_name(arch):
+    target = Target.from_arch(arch)
+    sm80, sm90 = "FlashAttentionForwardSm80", "FlashAttentionForwardSm90"
+    expected = {8: sm80, 9: sm90, 12: sm80}.get(target.capability[0], "")
+    for changes in ({}, dict(causal=True, page_size=16, num_splits=3), dict(has_block_mask=True)):
+        answer = selection.is_supported(problem(**changes), target)
+        assert answer.backend == expected and bool(answer) == bool(expected)
+        for kernel, archs in ((sm90, "sm_90a"), (sm80, "sm_80, sm_86, sm_87, sm_89, ")):
+            assert answer or f"{kernel} lacks runs on {archs}" in answer.reason
+            assert answer or f", not on {arch}" in answer.reason
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
+def test_refusal_of_qv_off_hopper_says_what_does_it(arch):
+    """The kernel that has it and where that runs; what would do without it."""
+    large = dict(head_dim=64, head_dim_v=512, has_qv=True)
+    small = dict(head_dim=64, head_dim_v=128, has_qv=True)
+    reasons = [
+        selection.is_supported(problem(**dims), Target.from_arch(arch)).reason
+        for dims in (large, small, {**small, "is_only_qv": True})
+    ]
+    for reason in reasons:
+        assert f"FlashAttentionMlaSm90 lacks runs on sm_90a, not on {arch}" in reason
+        assert "FlashAttentionForwardSm80 lacks qv" in reason and ".cpu()" in reason
+        assert "FlashAttentionForwardSm90" not in reason
+    joined = "FlashAttentionForwardSm80 does q with qv, and k with v, concatenated to 192 channels"
+    assert [joined in reason for reason in reasons] == [False, True, False]
+
+
+def test_a_kernel_that_is_preferred_comes_first_where_it_runs(monkeypatch):
+    monkeypatch.setattr(selection, "KERNELS", selection.preferring(selection.SM80))
+    assert key().kernel == "FlashAttentionForwardSm80"
+    qv = dict(head_dim=64, head_dim_v=512, has_qv=True)
+    assert key(**qv).kernel == "FlashAttentionMlaSm90"
+    reason = selection.is_supported(problem(), Target.from_arch("sm_100a")).reason
+    assert reason.count("FlashAttentionForwardSm80") == 1
 
 
 def test_every_feature_not_declared_is_refused():

@@ -20,6 +20,7 @@ SMEM_BYTES = {
     "sm_100a": 227 * KIB,
     "sm_103a": 227 * KIB,
     "sm_120a": 99 * KIB,
+    "sm_121a": 99 * KIB,
 }
 
 
