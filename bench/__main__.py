@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("fwd", help="forward speed on the grid, against the peers")
     one.add_argument("--rounds", type=positive, help="samples of each contestant (11; quick: 5)")
     one.add_argument("--only", help="cells to measure, e.g. d=128,causal,seqlen=4k")
-    one.add_argument("--peers", help="some of fa4,cudnn,fa3,fa2, or none (all)")
+    one.add_argument("--peers", help="some of fa4,cudnn,fa3,fa2, or none (all; --arch sm80: fa2)")
     one.add_argument("--quick", action="store_true", help="seqlen 4k only, few and short rounds")
     one.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
     one.add_argument(
@@ -46,8 +46,11 @@ def parser() -> argparse.ArgumentParser:
     six = commands.add_parser("decode", help="decoding over dense and paged caches")
     six.add_argument("--rounds", type=positive, help=f"samples of each ({decode.PLAN.rounds})")
     six.add_argument("--only", help="caches to measure, e.g. batch=8,keys=32k,hkv=4")
-    six.add_argument("--peers", help="some of fa4,sdpa, or none (all)")
+    six.add_argument("--peers", help="some of fa4,sdpa, or none (all; --arch sm80: none)")
     six.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
+    for command in (one, six):
+        what = "measure this kernel of ours, compiled for the GPU that is here, by its own aims"
+        command.add_argument("--arch", choices=peers.ARCHS, help=what)
     for command in (one, two, three, four, five, six):
         command.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder (.bench)")
     return top
@@ -68,7 +71,7 @@ def with_rounds(plan: timing.Plan, rounds: int | None) -> timing.Plan:
 
 def fwd_options(arguments: argparse.Namespace) -> fwd.Options:
     """The options of `bench fwd`. Raises: ValueError for a filter or peer that means nothing."""
-    cells = shapes.select(shapes.fwd_grid(), arguments.only)
+    cells = shapes.select(shapes.fwd_grid_of(arguments.arch), arguments.only)
     plan = timing.Plan()
     if arguments.quick:
         cells = [c for c in cells if c.seqlen_q == 4096] or cells
@@ -76,11 +79,12 @@ def fwd_options(arguments: argparse.Namespace) -> fwd.Options:
     plan = with_rounds(plan, arguments.rounds)
     return fwd.Options(
         cells,
-        peers.choose(arguments.peers),
+        peers.choose(arguments.peers or (None if arguments.arch is None else "fa2")),
         plan,
         arguments.out,
         arguments.seed,
         arguments.time_limit,
+        arguments.arch,
     )
 
 
@@ -109,10 +113,10 @@ def tune_options(arguments: argparse.Namespace) -> tune.Options:
 
 def decode_options(arguments: argparse.Namespace) -> decode.Options:
     """The options of `bench decode`. Raises: ValueError for a filter that means nothing."""
-    grid = shapes.select_steps(shapes.decode_grid(), arguments.only)
+    grid = shapes.select_steps(shapes.decode_grid_of(arguments.arch), arguments.only)
     plan = with_rounds(decode.PLAN, arguments.rounds)
-    chosen = decode.choose(arguments.peers)
-    return decode.Options(grid, chosen, plan, arguments.out, arguments.seed)
+    chosen = decode.choose(arguments.peers or (None if arguments.arch is None else "none"))
+    return decode.Options(grid, chosen, plan, arguments.out, arguments.seed, arguments.arch)
 
 
 def main(argv: list[str] | None = None) -> int:

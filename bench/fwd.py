@@ -14,6 +14,7 @@ from . import gate, machine, peers, report, shapes, timing
 from .peers import OURS, Peer
 from .report import Cell, Report, Result, say
 from .shapes import Shape
+from .verdicts import Line, Outcome, aim_lines, all_met, outcome
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,37 @@ class Options:
     out: Path
     seed: int = 0
     time_limit_s: float | None = None
+    arch: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the files that are written."""
+        return "fwd" if self.arch is None else f"fwd_{self.arch}"
+
+    @property
+    def aims(self) -> dict[str, float]:
+        """What is claimed of our speed over that of peers, in every cell."""
+        return AIMS.get(self.arch or "", {})
+
+
+AIMS = {"sm80": {"fa2": 1.05}}  # issue 5
 
 
 def run(options: Options) -> int:
-    """Measure, print and write everything; 0 when every cell of ours was right and timed."""
+    """Measure, print and write everything.
+
+    Returns 0 when every cell of ours was right and timed, and what is claimed of it holds.
+    """
     begin = time.perf_counter()
     if not torch.cuda.is_available():
         say("bench fwd needs a GPU, torch sees none; `bench compile` works without one")
         return 2
+    peers.prefer(options.arch)
     compile_ours(options.cells)
     probe = machine.ClockProbe()
     known = {p.name: about(p) for p in options.peers}
     full = Report(machine.facts(), known, gpu_before=probe.first)
+    full.kernels = peers.kernels_of(shapes.problem_of(s, "cuda") for s in options.cells)
     present = [OURS, *(p for p in options.peers if known[p.name]["missing"] is None)]
     for line in [*report.facts_lines(full.facts), *report.notes(full)]:
         say(line)
@@ -55,24 +75,45 @@ def run(options: Options) -> int:
         cell.gpu_after = probe.between_cells()
         full.cells.append(cell)
         say(report.aligned([report.row(full, cell)], widths)[0])
-        report.write(options.out / "fwd.json", report.to_json(full))
+        report.write(options.out / f"{options.name}.json", report.to_json(full))
     full.gpu_after = probe.read()
-    return finish(full, options.out, time.perf_counter() - begin)
+    return finish(full, options, time.perf_counter() - begin)
 
 
-def finish(full: Report, out: Path, seconds: float) -> int:
+def finish(full: Report, options: Options, seconds: float) -> int:
     """Write the JSON and the plot, print the report; the exit code."""
-    report.write(out / "fwd.json", report.to_json(full))
-    report.write(out / "fwd.txt", report.text(full) + "\n")
-    no_plot = report.plot(full, out / "fwd.png")
+    out, name = options.out, options.name
+    outcomes = claims(full, options.aims)
+    text = "\n".join([report.text(full), *(aim_lines(outcomes) if outcomes else ())])
+    report.write(out / f"{name}.json", report.to_json(full))
+    report.write(out / f"{name}.txt", text + "\n")
+    no_plot = report.plot(full, out / f"{name}.png")
     say("")
-    say(report.text(full))
-    say(f"{seconds:.0f} s; wrote {out}/fwd.json, fwd.txt" + ("" if no_plot else ", fwd.png"))
+    say(text)
+    say(
+        f"{seconds:.0f} s; wrote {out}/{name}.json, {name}.txt"
+        + ("" if no_plot else f", {name}.png")
+    )
     if no_plot:
         say(f"no plot: {no_plot}")
     ours = [cell.results.get(OURS.name) for cell in full.cells]
     is_complete = bool(ours) and all(r is not None and r.tflops is not None for r in ours)
-    return 0 if is_complete and not full.left_out else 1
+    is_right = is_complete and not full.left_out
+    return 0 if is_right and (not options.aims or all_met(outcomes)) else 1
+
+
+def claims(full: Report, aims: dict[str, float]) -> list[Outcome]:
+    """What became of the aims over peers, cell by cell."""
+    return [
+        outcome(Line(f"{of_cell(cell.shape)} over {peer}", OURS.name, peer, aim), cell.results)
+        for peer, aim in aims.items()
+        for cell in full.cells
+    ]
+
+
+def of_cell(shape: Shape) -> str:
+    """A cell in a line: ``d 128 causal 4096``."""
+    return f"d {shape.dims} {shape.mask} {shape.seqlen_q}"
 
 
 def about(peer: Peer) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -286,6 +286,25 @@ def load_cudart() -> str | None:
 
 
 OURS = FlashCute()
+ARCHS = ("sm80",)  # whose kernels can be measured on other GPUs than their own
+
+
+def prefer(arch: str | None) -> None:
+    """Let all calls of this process run on the kernel of an architecture, compiled for the GPU."""
+    from flash_cute import selection
+
+    if arch == "sm80":
+        selection.KERNELS = selection.preferring(selection.SM80)
+
+
+def kernels_of(problems: Iterable[Any]) -> list[str]:
+    """The kernels of ours that run problems, or why none does."""
+    from flash_cute import is_supported
+
+    answers = [is_supported(problem) for problem in problems]
+    return list(dict.fromkeys(one.backend or one.reason for one in answers))
+
+
 PEERS: tuple[Peer, ...] = (FlashAttention4(), Cudnn(), FlashAttention3(), FlashAttention2())
 EXTRA: tuple[Peer, ...] = (FlexAttention(),)  # on request only: it compiles for every shape
 

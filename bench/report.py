@@ -64,6 +64,7 @@ class Report:
     left_out: list[str] = field(default_factory=list)  # ids of cells that were not reached
     gpu_before: dict[str, str] | None = None
     gpu_after: dict[str, str] | None = None
+    kernels: list[str] = field(default_factory=list)  # that ours ran on
 
 
 def result_of(timing: Timing, shape: Shape, gate: str) -> Result:
@@ -283,6 +284,7 @@ def text(report: Report) -> str:
             *aligned(rows, widths(report)),
             *summary_lines(report),
             *timed_by_lines(report),
+            *(f"ours: {kernel}" for kernel in report.kernels),
             f"GPU before: {report.gpu_before}",
             f"GPU after:  {report.gpu_after}",
             *notes(report),

@@ -81,6 +81,11 @@ def fwd_grid() -> list[Shape]:
     ]
 
 
+def fwd_grid_of(arch: str | None) -> list[Shape]:
+    """The grid for our kernel of an architecture: of SM80 what FA2, its measure, has too."""
+    return [s for s in fwd_grid() if arch != "sm80" or s.head_dim == s.head_dim_v]
+
+
 def problem_of(shape: Shape, device: Any) -> Any:
     """The AttentionProblem of a shape on a torch device."""
     import torch
@@ -127,6 +132,7 @@ DECODE_HEADS = ((32, 8), (32, 4))
 DECODE_HEAD_DIM = 128
 DECODE_PAGES = (16, 64, 128)
 GUESSES = (4, 8, 16)
+LARGE_BYTES = 10**9  # caches from here on have to come near the bandwidth of a copy
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,11 @@ def decode_grid() -> list[Step]:
         for batch, keys in DECODE_SIZES
         for heads in DECODE_HEADS
     ]
+
+
+def decode_grid_of(arch: str | None) -> list[Step]:
+    """The sizes for our kernel of an architecture: of SM80 those of which something is claimed."""
+    return [s for s in decode_grid() if arch != "sm80" or s.cache_bytes >= LARGE_BYTES]
 
 
 def select_steps(steps: Sequence[Step], only: str | None) -> list[Step]:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,9 +20,9 @@ from . import builders, fwd, machine, peers, report, timing, works
 from .peers import Peer
 from .report import Result, say
 from .shapes import DENSITIES, VARIANT_SEQLEN, VARLEN_LENGTHS, Shape
+from .verdicts import Line, Outcome, all_met, fields_of, outcome, sentence, summary
 
 OURS, FA4, FLEX = works.OurVariant(), works.Fa4Variant(), works.FlexVariant()
-PASS, FAIL, REFUSED, UNMEASURED = "pass", "FAIL", "refused", "not measured"
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,6 @@ class Entry:
     name: str
     peer: Peer
     work: Shape
-
-
-@dataclass(frozen=True)
-class Line:
-    """A claim: our speed over that of `base` is at least the aim.
-
-    is_share: the claim is instead that our time over that of `base` is at most the aim
-    work:     how much one of our calls does for each that one of `base` does
-    """
-
-    name: str
-    ours: str
-    base: str
-    aim: float
-    is_share: bool = False
-    work: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,20 +45,6 @@ class Group:
     entries: tuple[Entry, ...]
     lines: tuple[Line, ...]
     own: Callable[[timing.Plan, random.Random], dict[str, Result]] | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a line."""
-
-    line: Line
-    word: str
-    value: float | None = None
-    reason: str = ""
-
-    @property
-    def is_counted(self) -> bool:
-        return self.word in (PASS, FAIL)
 
 
 @dataclass(frozen=True)
@@ -248,8 +217,7 @@ def run(options: Options) -> int:
     report.write(options.out / "variants.json", json.dumps(content, indent=1, allow_nan=False))
     say(summary(outcomes))
     say(f"{time.perf_counter() - begin:.0f} s; wrote {options.out}/variants.json")
-    counted = [one for one in outcomes if one.is_counted]
-    return 0 if counted and all(one.word == PASS for one in counted) else 1
+    return 0 if all_met(outcomes) else 1
 
 
 def compile_ours(groups: Sequence[Group]) -> None:
@@ -319,52 +287,7 @@ def unavailable(group: Group, known: dict[str, dict[str, str | None]]) -> dict[s
     return found
 
 
-# ---- Verdicts ------------------------------------------------------------------------------------
-
-
-def outcome(line: Line, results: dict[str, Result]) -> Outcome:
-    """Judge a line by what was measured.
-
-    Ours wrong or broken is a failure; ours refused, or the other side without a figure, is none.
-    """
-    ours, base = results.get(line.ours, Result()), results.get(line.base, Result())
-    if ours.refused:
-        return Outcome(line, REFUSED, reason=ours.refused)
-    if ours.failed:
-        return Outcome(line, FAIL, reason=ours.failed)
-    if ours.median_us is None or base.median_us is None:
-        return Outcome(line, UNMEASURED, reason=f"{line.base}: {base.reason or 'no figure'}")
-    if line.is_share:
-        value = ours.median_us / base.median_us
-        is_met = value <= line.aim
-    else:
-        value = line.work * base.median_us / ours.median_us
-        is_met = value >= line.aim
-    return Outcome(line, PASS if is_met else FAIL, value)
-
-
-def fields_of(one: Outcome) -> dict[str, Any]:
-    """What the JSON has of an outcome, beside its line."""
-    return {"verdict": one.word, "value": one.value, "reason": one.reason}
-
-
-def sentence(one: Outcome) -> str:
-    """An outcome as it is printed."""
-    line = one.line
-    aim = f"aim {'at most' if line.is_share else 'at least'} {line.aim:.3f}"
-    value = "" if one.value is None else f" {one.value:.3f},"
-    reason = f" ({one.reason})" if one.reason else ""
-    return f"{one.word}: {line.name}:{value} {aim}{reason}"
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """How many lines there are of each kind."""
-    counts = {word: sum(one.word == word for one in outcomes) for word in (PASS, FAIL)}
-    others = {word: sum(one.word == word for one in outcomes) for word in (REFUSED, UNMEASURED)}
-    return (
-        f"{len(outcomes)} lines: {counts[PASS]} passed, {counts[FAIL]} failed; not counted: "
-        f"{others[REFUSED]} refused, {others[UNMEASURED]} not measured"
-    )
+# ---- The report ----------------------------------------------------------------------------------
 
 
 def contestant_rows(group: Group, results: dict[str, Result]) -> list[list[str]]:

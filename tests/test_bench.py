@@ -16,6 +16,7 @@ import toy_gpu
 from bench import __main__ as command
 from bench import compile as compile_bench
 from bench import compile_child, fwd, gate, host, machine, peers, report, shapes, timing
+from flash_cute import selection
 from flash_cute.variant import as_callback
 
 pytestmark = pytest.mark.cpu
@@ -301,12 +302,7 @@ def test_fwd_ratio_is_ours_over_the_peer(monkeypatch):
     assert cell.results["flash_cute"].gate.startswith("right")
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-def test_fwd_run_writes_everything(is_right, monkeypatch, capsys, tmp_path):
-    shape, inputs, right = gate_case(True)
-    ours = FakePeer("flash_cute", right if is_right else right + 1, 0.001)
-    absent = FakePeer("fa3", right, 0.002)
-    absent.missing = lambda: "import jax: none"
+def fake_gpu(monkeypatch, ours, inputs):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(fwd, "OURS", ours)
@@ -315,6 +311,17 @@ def test_fwd_run_writes_everything(is_right, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(machine, "facts", sample_facts)
     monkeypatch.setattr(machine, "l2_bytes", lambda: 1)
     monkeypatch.setattr(machine, "_query", lambda fields: "1980, 3201, 40, 500, 0x0")
+    monkeypatch.setattr(selection, "KERNELS", selection.KERNELS)  # which a run may change
+    monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_fwd_run_writes_everything(is_right, monkeypatch, capsys, tmp_path):
+    shape, inputs, right = gate_case(True)
+    ours = FakePeer("flash_cute", right if is_right else right + 1, 0.001)
+    absent = FakePeer("fa3", right, 0.002)
+    absent.missing = lambda: "import jax: none"
+    fake_gpu(monkeypatch, ours, inputs)
     options = fwd.Options(
         [shape], [FakePeer("fa4", right, 0.002), absent], timing.Plan(rounds=3), tmp_path
     )
@@ -326,6 +333,31 @@ def test_fwd_run_writes_everything(is_right, monkeypatch, capsys, tmp_path):
     assert ("geometric mean 2.000" in printed) == is_right
     assert ("WRONG" in printed) != is_right
     assert (tmp_path / "fwd.txt").exists()
+    assert found.kernels == ["FlashAttentionForwardSm90"]
+    assert "pass" not in printed and "FAIL:" not in printed
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.00106, 0), (0.00104, 1), (None, 1)])
+def test_fwd_run_of_another_kernel_is_judged_by_its_aims(
+    seconds, code, monkeypatch, capsys, tmp_path
+):
+    shape, inputs, right = gate_case(True)
+    peer = FakePeer("fa2", right, seconds)
+    peer.missing = lambda: None if seconds else "no such backend"
+    fake_gpu(monkeypatch, FakePeer("flash_cute", right, 0.001), inputs)
+    options = fwd.Options([shape], [peer], timing.Plan(rounds=3), tmp_path, arch="sm80")
+    assert fwd.run(options) == code
+    printed = capsys.readouterr().out
+    found = report.from_json((tmp_path / "fwd_sm80.json").read_text())
+    assert found.kernels == ["FlashAttentionForwardSm80"]
+    assert "ours: FlashAttentionForwardSm80" in printed
+    cell = f"d {shape.dims} causal {shape.seqlen_q}"
+    verdict = {
+        0: f"over fa2: aim at least 1.05: 1 of 1 pass, worst 1.060 ({cell})",
+        1: f"FAIL: {cell} over fa2: 1.040, aim at least 1.050",
+    }
+    assert (verdict[code] if seconds else "1 not measured") in printed
+    assert verdict[code] in (tmp_path / "fwd_sm80.txt").read_text() or not seconds
 
 
 def test_fwd_run_stops_at_the_time_limit(monkeypatch, tmp_path):
@@ -333,6 +365,7 @@ def test_fwd_run_stops_at_the_time_limit(monkeypatch, tmp_path):
     monkeypatch.setattr(fwd, "compile_ours", lambda cells: None)
     monkeypatch.setattr(machine, "facts", sample_facts)
     monkeypatch.setattr(machine, "_query", lambda fields: None)
+    monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
     options = fwd.Options(shapes.fwd_grid(), [], timing.Plan(), tmp_path, time_limit_s=0.0)
     assert fwd.run(options) == 1
     assert len(report.from_json((tmp_path / "fwd.json").read_text()).left_out) == 24
@@ -593,6 +626,10 @@ def test_command_line_builds_the_options():
     assert options.time_limit_s == 60
     quick = command.fwd_options(command.parser().parse_args(["fwd", "--quick"]))
     assert {c.seqlen_q for c in quick.cells} == {4096} and len(quick.cells) == 8
+    sm80 = command.fwd_options(command.parser().parse_args(["fwd", "--arch", "sm80"]))
+    assert {c.dims for c in sm80.cells} == {"64", "128", "256"} and len(sm80.cells) == 18
+    assert (sm80.arch, [p.name for p in sm80.peers], sm80.aims) == ("sm80", ["fa2"], {"fa2": 1.05})
+    assert quick.arch is None and quick.aims == {}
 
 
 @pytest.mark.parametrize("bad", [["--only", "d=7"], ["--peers", "fa9"], ["--rounds", "0"]])

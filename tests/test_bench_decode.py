@@ -14,7 +14,7 @@ import torch
 from test_bench import sample_facts
 
 from bench import __main__ as command
-from bench import decode, fwd, machine, peers, shapes, steps, timing
+from bench import decode, fwd, machine, peers, shapes, steps, timing, verdicts
 from bench.report import Result
 from bench.shapes import Step
 from flash_cute import selection
@@ -267,7 +267,7 @@ def test_lines_compare_bytes_with_those_of_a_copy():
     copied_us = 2 * steps.COPY_BYTES / 4e12 * 1e6  # 4 TB/s
     ours_us = step.cache_bytes / 3.8e12 * 1e6
     results = {"dense": Result(median_us=ours_us), "copy": Result(median_us=copied_us)}
-    found = decode.variants.outcome(line, results)
+    found = verdicts.outcome(line, results)
     assert found.value == pytest.approx(0.95) and found.word == "pass"
     assert decode.bandwidth(step, "dense", results) == pytest.approx(3.8)
     assert decode.bandwidth(step, "copy", results) == pytest.approx(4.0)
@@ -279,8 +279,8 @@ def test_lines_are_told_by_aim_and_one_by_one_where_they_fail():
     group = decode.group_of(step, decode.choose("fa4"))
     results = {entry.name: Result(median_us=100.0) for entry in group.entries}
     results |= {"pages of 64": Result(median_us=200.0), "pages of 1": Result(refused="none yet")}
-    outcomes = [decode.variants.outcome(line, results) for line in group.lines]
-    lines = decode.aim_lines(outcomes)
+    outcomes = [verdicts.outcome(line, results) for line in group.lines]
+    lines = verdicts.aim_lines(outcomes)
     title = "8 x 32k, 8/2 heads"
     assert lines == [
         f"over FA4: aim at least 1.00: 3 of 4 pass, worst 0.500 ({title}: pages of 64)",
@@ -336,7 +336,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(FakeStep, "stopwatch", staticmethod(events))
     monkeypatch.setattr(decode, "OURS", ours)
     monkeypatch.setattr(decode, "copy_contestant", lambda: copy)
-    monkeypatch.setattr(decode, "compile_ours", lambda grid: None)
+    monkeypatch.setattr(decode, "compile_ours", lambda grid, aims: None)
+    monkeypatch.setattr(selection, "KERNELS", selection.KERNELS)  # which a run may change
+    monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
     monkeypatch.setattr(timing, "GraphClock", Clock)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -351,6 +353,20 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def run(fake: Any, tmp_path: Any) -> tuple[int, dict[str, Any]]:
     options = decode.Options([SMALL], [fake.theirs], timing.Plan(rounds=3), tmp_path)
     return decode.run(options), json.loads((tmp_path / "decode.json").read_text())
+
+
+def test_run_of_another_kernel_has_its_own_aims_and_file(
+    fake: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Step, "cache_bytes", 2 * 10**9)
+    plan = timing.Plan(rounds=3)
+    code = decode.run(decode.Options([SMALL], [], plan, tmp_path, arch="sm80"))
+    content = json.loads((tmp_path / "decode_sm80.json").read_text())
+    assert content["kernels"] == ["FlashAttentionForwardSm80"]
+    assert {(line["base"], line["aim"]) for line in content["lines"]} == {("copy", 0.85)}
+    (cell,) = content["contestants"].values()
+    assert set(cell) == {"dense", "pages of 16", "pages of 64", "pages of 128", "copy"}
+    assert code == 0 and "ours: FlashAttentionForwardSm80" in capsys.readouterr().out
 
 
 def test_run_measures_and_writes(fake: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]):
@@ -406,7 +422,10 @@ def test_command_line_of_decode(capsys: pytest.CaptureFixture[str]):
     assert len(options.steps) == 2 and [p.name for p in options.peers] == ["sdpa"]
     assert (options.plan.rounds, options.plan.min_rounds) == (3, 3)
     assert options.plan.sample_s == decode.PLAN.sample_s
-    for bad in (["--only", "keys=7k"], ["--peers", "fa9"]):
+    sm80 = command.decode_options(command.parser().parse_args(["decode", "--arch", "sm80"]))
+    assert (sm80.arch, list(sm80.peers), len(sm80.steps)) == ("sm80", [], 4)
+    assert min(step.cache_bytes for step in sm80.steps) >= 10**9
+    for bad in (["--only", "keys=7k"], ["--peers", "fa9"], ["--arch", "sm70"]):
         with pytest.raises(SystemExit):
             command.main(["decode", *bad])
         assert bad[0] in capsys.readouterr().err

@@ -13,7 +13,19 @@ import torch
 from test_bench import sample_facts
 
 from bench import __main__ as command
-from bench import builders, fwd, gate, machine, peers, report, shapes, timing, variants, works
+from bench import (
+    builders,
+    fwd,
+    gate,
+    machine,
+    peers,
+    report,
+    shapes,
+    timing,
+    variants,
+    verdicts,
+    works,
+)
 from bench.report import Result
 
 pytestmark = pytest.mark.cpu
@@ -185,8 +197,8 @@ def test_lines_name_contestants_and_have_the_issues_aims():
     assert variants.density_aim(0.5) == pytest.approx(0.6)
 
 
-SPEED = variants.Line("line", "ours", "base", 1.5)
-SHARE = variants.Line("line", "ours", "base", 0.6, is_share=True)
+SPEED = verdicts.Line("line", "ours", "base", 1.5)
+SHARE = verdicts.Line("line", "ours", "base", 0.6, is_share=True)
 
 
 def figures(ours: float, base: float) -> dict[str, Result]:
@@ -208,18 +220,18 @@ def figures(ours: float, base: float) -> dict[str, Result]:
     ],
 )
 def test_lines_outcome(line: Any, results: dict[str, Result], word: str, value: float | None):
-    found = variants.outcome(line, results)
+    found = verdicts.outcome(line, results)
     assert found.word == word and found.value == (None if value is None else pytest.approx(value))
     assert bool(found.reason) == (value is None)
-    text = variants.sentence(found)
+    text = verdicts.sentence(found)
     assert text.startswith(f"{word}: line:") and "aim at" in text and found.reason in text
 
 
 def test_lines_summary_counts_only_what_was_measured():
     words = ("pass", "pass", "FAIL", "refused", "not measured")
-    found = [variants.Outcome(SPEED, word) for word in words]
+    found = [verdicts.Outcome(SPEED, word) for word in words]
     assert [one.is_counted for one in found] == [True, True, True, False, False]
-    assert variants.summary(found) == (
+    assert verdicts.summary(found) == (
         "5 lines: 2 passed, 1 failed; not counted: 1 refused, 1 not measured"
     )
 
@@ -294,7 +306,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         monkeypatch.setattr(variants, name, peer)
     work = small(works.work(64, 128, window=32))
     entries = (variants.Entry("w", ours, work), variants.Entry("FA4 w", fa4, work))
-    group = variants.Group("window", entries, (variants.Line("w over FA4", "w", "FA4 w", 1.3),))
+    group = variants.Group("window", entries, (verdicts.Line("w over FA4", "w", "FA4 w", 1.3),))
     monkeypatch.setattr(variants, "GROUPS", {"window": lambda device: group})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
