@@ -237,9 +237,9 @@ class FlashAttentionForwardSm80(AttentionKernel):
             ahead = self.follow(p, pipes, work, ahead)
         for i in cutlass.range_constexpr(num_stages):
             if const_expr(i > 0):
-                self.load_values(pipes, (Int32(0), ahead), work, n_block, i - 1, i == 1)
+                self.load(pipes, (Int32(0), ahead), work, n_block, i - 1, i == 1, is_v=True)
             ahead = self.ask_for(p, pipes, ahead, work, n_block, i)
-            self.load_keys(pipes, (Int32(0), ahead), work, n_block, i, i == 0)
+            self.load(pipes, (Int32(0), ahead), work, n_block, i, i == 0, is_v=False)
         return Int32(0), ahead
 
     @cute.jit
@@ -276,7 +276,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
         return ahead
 
     @cute.jit
-    def load_keys(
+    def load(
         self,
         pipes: Feed,
         kv_state,
@@ -284,37 +284,22 @@ class FlashAttentionForwardSm80(AttentionKernel):
         n_block: Int32 | None,
         distance: cutlass.Constexpr[int],
         is_first: cutlass.Constexpr[bool],
+        is_v: cutlass.Constexpr[bool],
     ):
-        """Start copying K of the block so many visits later: a group, empty where there is none."""
-        stage, ahead = kv_state
-        number, is_there = self.upcoming(ahead, work, n_block, distance)
-        end_key = self.end_key(work, is_first)
-        if is_there:
-            stage = self.stage_after(stage, distance)
-            self.loader.load_block(
-                self.loader.k_layout, pipes.k, number, stage, end_key, ahead.places[-1:]
-            )
-        cute.arch.cp_async_commit_group()
+        """Start copying V, or else K, of the block so many visits later.
 
-    @cute.jit
-    def load_values(
-        self,
-        pipes: Feed,
-        kv_state,
-        work: Work,
-        n_block: Int32 | None,
-        distance: cutlass.Constexpr[int],
-        is_first: cutlass.Constexpr[bool],
-    ):
-        """`load_keys` of V."""
+        That is a group, empty where there is no such block.
+        """
         stage, ahead = kv_state
+        loader = self.loader
+        layout, source, places = loader.k_layout, pipes.k, ahead.places[-1:]
+        if const_expr(is_v):
+            layout, source, places = loader.v_layout, pipes.v, ahead.places[:1]
         number, is_there = self.upcoming(ahead, work, n_block, distance)
         end_key = self.end_key(work, is_first)
         if is_there:
             stage = self.stage_after(stage, distance)
-            self.loader.load_block(
-                self.loader.v_layout, pipes.v, number, stage, end_key, ahead.places[:1]
-            )
+            self.loader.load_block(layout, source, number, stage, end_key, places)
         cute.arch.cp_async_commit_group()
 
     def end_key(self, work: Work, is_first: bool):
@@ -387,7 +372,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
         self.await_copies()
         is_first_too = is_first and num_stages == 1
         now = self.recall(c.place, work)
-        self.load_values(pipes, kv_state, now, n_block, num_stages - 1, is_first_too)
+        self.load(pipes, kv_state, now, n_block, num_stages - 1, is_first_too, is_v=True)
         ahead = self.ask_for(p, pipes, ahead, now, n_block, num_stages)
         q_lanes = self.loader.q_layout.places(c.q_lane)
         k_lanes = layout.places(c.k_lane + stage * (layout.size * ELEMENT_BYTES))
@@ -408,7 +393,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
         layout = self.loader.v_layout
         self.await_copies()
         now = self.recall(c.place, work)
-        self.load_keys(pipes, kv_state, now, n_block, self.config.num_stages, False)
+        self.load(pipes, kv_state, now, n_block, self.config.num_stages, False, is_v=False)
         v_lanes = layout.places(c.v_lane + stage * (layout.size * ELEMENT_BYTES))
         rP = self.as_operand(c.rP)
         for k in cutlass.range_constexpr(self.config.tile_n // MMA_DEPTH):
