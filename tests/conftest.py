@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flash_cute import selection
+from flash_cute.target import Target
 
 CPU = pytest.param("cpu", marks=pytest.mark.cpu)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -36,13 +37,33 @@ def preferred_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(selection, "KERNELS", selection.preferring(selection.SM80))
 
 
+@pytest.fixture
+def any_gpu() -> tuple[int, int]:
+    """A GPU that kernels of no architecture run on, and its compute capability."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU here")
+    capability = torch.cuda.get_device_capability()
+    Target.from_capability(*capability)
+    return capability
+
+
+@pytest.fixture
+def gpu(any_gpu: tuple[int, int]) -> None:
+    """A GPU that attention runs on."""
+    if any_gpu[0] not in KERNEL_MAJORS:
+        pytest.skip(f"no kernel for compute capability {any_gpu[0]}.{any_gpu[1]}")
+
+
+@pytest.fixture
+def hopper(any_gpu: tuple[int, int]) -> None:
+    """A GPU that the kernels of SM90 run on."""
+    if any_gpu[0] != 9:
+        pytest.skip("no Hopper GPU here")
+
+
 @pytest.fixture(params=[CPU, CUDA])
 def device(request: pytest.FixtureRequest) -> str:
     """The device a semantic test runs on: the reference on cpu, a kernel on cuda."""
     if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA GPU here")
-        capability = torch.cuda.get_device_capability()
-        if capability[0] not in KERNEL_MAJORS:
-            pytest.skip(f"no kernel for compute capability {capability[0]}.{capability[1]}")
+        request.getfixturevalue("gpu")
     return request.param

@@ -13,11 +13,10 @@ from typing import Any
 import checks
 import pytest
 import torch
-from test_append import BF16, FEATURES, FP16, INT_MAX, ROTARY, request_of, setup
+from test_append import BF16, FP16, INT_MAX, ROTARY, request_of, setup
 from test_kvcache import WILD, Setup, call_of, int32
 
 from flash_cute import (
-    Target,
     append_plan,
     cache_info,
     flash_attn_with_kvcache,
@@ -30,21 +29,6 @@ from flash_cute.cache_request import check_cache_values, slots
 from flash_cute.problem import AttentionInputs
 from flash_cute.reference_cache import append, lower
 from flash_cute.selection import AppendKey
-
-
-@pytest.fixture
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU here")
-    Target.from_capability(*torch.cuda.get_device_capability())
-    if not FEATURES <= selection.APPEND.features:
-        pytest.skip("appending is not declared yet")
-
-
-@pytest.fixture
-def hopper(gpu: None) -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
 
 
 def on_cuda(a: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +114,7 @@ def check_step(a: dict[str, Any], on_gpu: dict[str, Any] | None = None) -> Appen
         assert step.q is request.arguments.query
     moved = append_plan._tensors(request)[: append_plan._NUM_WIDE]
     is_wide = all(plan.is_readable(tensor) for tensor in moved if tensor is not None)
-    key = selection.append_key(request.problem, "sm_90a", is_wide)
+    key = selection.append_key(request.problem, selection.current_target().arch, is_wide)
     assert key is not None
     return key
 
@@ -170,7 +154,7 @@ def cases(**changes: Any) -> list[Setup]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("kind", ROTARY)
-def test_the_kernel_alone_matches_the_reference(gpu: None, kind: str | None, dtype: torch.dtype):
+def test_the_kernel_alone_matches_the_reference(any_gpu: Any, kind: str | None, dtype: torch.dtype):
     for n, s in enumerate(cases(rotary=kind, dtype=dtype)):
         check_step(call_of(s) | MASKS[n % 3])
 
@@ -178,7 +162,7 @@ def test_the_kernel_alone_matches_the_reference(gpu: None, kind: str | None, dty
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["interleaved", "halves"])
 @pytest.mark.parametrize("dim", [16, 24, 64, 72, 96, 128, 192, 256])
-def test_fractions_of_any_head_dim(gpu: None, kind: str, dim: int):
+def test_fractions_of_any_head_dim(any_gpu: Any, kind: str, dim: int):
     for rotary_dim in {16, dim // 32 * 16, dim // 16 * 16} - {0}:
         for dim_v, heads in ((dim, (4, 2)), (8, (5, 1)), (dim, (6, 6))):
             sizes = {"head_dim": dim, "head_dim_v": dim_v, "num_heads_q": heads[0]}
@@ -187,7 +171,7 @@ def test_fractions_of_any_head_dim(gpu: None, kind: str, dim: int):
 
 
 @pytest.mark.gpu
-def test_values_alone(gpu: None):
+def test_values_alone(any_gpu: Any):
     for page_size in (None, 4):
         check_step(call_of(setup(qv="only", page_size=page_size, head_dim_v=512)))
 
@@ -195,7 +179,7 @@ def test_values_alone(gpu: None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ROTARY)
 @pytest.mark.parametrize("order", [name for name in checks.LAYOUTS if "shared" not in name])
-def test_any_strides_and_alignment(gpu: None, order: str, kind: str | None):
+def test_any_strides_and_alignment(any_gpu: Any, order: str, kind: str | None):
     """Of all tensors, and of one at a time."""
     a = call_of(setup(rotary=kind, has_batch_idx=True, num_heads_kv=4))
     relaid = lambda tensor: checks.LAYOUTS[order](tensor, tensor, tensor)[0]
@@ -238,7 +222,7 @@ def dropped(a: dict[str, Any], capacity: int) -> tuple[dict[tuple[int, int], tup
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [None, 1, 8])
 @pytest.mark.parametrize("has_batch_idx", [False, True])
-def test_what_does_not_fit_is_dropped(gpu: None, page_size: int | None, has_batch_idx: bool):
+def test_what_does_not_fit_is_dropped(any_gpu: Any, page_size: int | None, has_batch_idx: bool):
     """Lengths, pages and rows that nobody has checked: nothing outside the cache is touched."""
     capacity, heads, dim, batch = 16, 2, 64, 9
     lengths = int32(16, 15, 14, -1, INT_MAX, -INT_MAX - 1, 0, 3, 13)
@@ -281,7 +265,7 @@ def test_what_does_not_fit_is_dropped(gpu: None, page_size: int | None, has_batc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["interleaved", "halves"])
-def test_positions_outside_the_tables_are_nan(gpu: None, kind: str):
+def test_positions_outside_the_tables_are_nan(any_gpu: Any, kind: str):
     a = call_of(setup(lens_q=(3,) * 5, ends=(4,) * 5, new=(3,) * 5, rotary=kind, page_size=None))
     a["rotary_seqlens"] = int32(-1, 198, 200, INT_MAX, 7)
     b = on_cuda(a)
@@ -297,7 +281,7 @@ def test_positions_outside_the_tables_are_nan(gpu: None, kind: str):
 
 
 @pytest.mark.gpu
-def test_packed_rows_of_no_sequence_are_dropped(gpu: None):
+def test_packed_rows_of_no_sequence_are_dropped(any_gpu: Any):
     """The tensors are larger than cu_seqlens says, and it may start late."""
     s = setup(new=(2, 3), is_packed_new=True, page_size=None, rotary="halves")
     b = on_cuda(call_of(s))
@@ -311,7 +295,7 @@ def test_packed_rows_of_no_sequence_are_dropped(gpu: None):
 
 
 @pytest.mark.gpu
-def test_more_than_2_to_the_31_elements(gpu: None):
+def test_more_than_2_to_the_31_elements(any_gpu: Any):
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("too little memory")
     pages, size, heads, dim = 300_000, 16, 8, 64
@@ -365,7 +349,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (12, 1)}]
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ROTARY)
 @pytest.mark.parametrize("page_size", [None, 1, 4, 16, 64])
-def test_calls_match_the_reference(hopper: None, page_size: int | None, kind: str | None):
+def test_calls_match_the_reference(gpu: None, page_size: int | None, kind: str | None):
     """Half of the cases for each size of pages: attention has a kernel for each."""
     found = []
     half = slice(8) if page_size in (1, 4, 64) else slice(7, None)
@@ -381,7 +365,7 @@ def test_calls_match_the_reference(hopper: None, page_size: int | None, kind: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(64, 64), (96, 72), (192, 128), (256, 256)], ids=str)
-def test_head_dims(hopper: None, dims: tuple[int, int]):
+def test_head_dims(gpu: None, dims: tuple[int, int]):
     """Dtypes, and what is done to scores, by turns: attention has a kernel for each."""
     turns = ((BF16, {"softcap": 3.0}), (FP16, {"causal": True}), (BF16, {"attention_chunk": 16}))
     for (dtype, options), kind in itertools.product(turns, ("interleaved", "halves")):
@@ -391,7 +375,7 @@ def test_head_dims(hopper: None, dims: tuple[int, int]):
 
 
 @pytest.mark.gpu
-def test_long_caches_and_many_heads(hopper: None):
+def test_long_caches_and_many_heads(gpu: None):
     for kind, new, page_size in (("halves", 1, 64), ("interleaved", 130, 16), ("halves", 7, None)):
         sizes: dict[str, Any] = {"ends": (1900, 3, 700), "new": (new,) * 3, "lens_q": (new,) * 3}
         s = setup(**sizes, num_heads_q=16, head_dim=128, head_dim_v=128, page_size=page_size,
@@ -402,7 +386,7 @@ def test_long_caches_and_many_heads(hopper: None):
 
 
 @pytest.mark.gpu
-def test_one_length_for_all(hopper: None):
+def test_one_length_for_all(gpu: None):
     for length in (0, 5, 9):
         for kind in ROTARY:
             a = call_of(setup(ends=(length, length), rotary=kind, page_size=16))
@@ -414,7 +398,7 @@ def test_one_length_for_all(hopper: None):
 
 
 @pytest.mark.gpu
-def test_nothing_but_the_append_where_there_is_no_query(hopper: None):
+def test_nothing_but_the_append_where_there_is_no_query(gpu: None):
     a = call_of(setup(lens_q=(0, 0), rotary="halves"))
     want, b = expected(a), on_cuda(a)
     assert flash_attn_with_kvcache(**b).shape == (2, 0, 4, 64)
@@ -422,7 +406,7 @@ def test_nothing_but_the_append_where_there_is_no_query(hopper: None):
 
 
 @pytest.mark.gpu
-def test_a_cache_that_attention_cannot_read(hopper: None):
+def test_a_cache_that_attention_cannot_read(gpu: None):
     """It is copied for attention, after the append."""
     for order in ("unaligned_rows", "unaligned_start", "every_other"):
         a = call_of(setup(rotary="halves", page_size=None))
@@ -435,7 +419,7 @@ def test_a_cache_that_attention_cannot_read(hopper: None):
 
 
 @pytest.mark.gpu
-def test_one_at_a_time_is_all_at_once(hopper: None):
+def test_one_at_a_time_is_all_at_once(gpu: None):
     """Token by token the cache gets the same bits, by repeated calls that plan nothing anew."""
     s = setup(ends=(5, 40), new=(20, 20), lens_q=(20, 20), rotary="halves", page_size=16)
     a = call_of(s)
@@ -456,7 +440,7 @@ def test_one_at_a_time_is_all_at_once(hopper: None):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ROTARY)
-def test_graphs_replay_with_new_lengths_pages_and_rows(hopper: None, kind: str | None):
+def test_graphs_replay_with_new_lengths_pages_and_rows(gpu: None, kind: str | None):
     made = [
         call_of(setup(ends=ends, new=(1, 1, 1), lens_q=(1, 1, 1), rotary=kind, seed=seed))
         for seed, ends in enumerate([(5, 60, 33), (0, 60, 8), (62, 15, 7)])
@@ -489,7 +473,7 @@ def test_graphs_replay_with_new_lengths_pages_and_rows(hopper: None, kind: str |
 
 
 @pytest.mark.gpu
-def test_side_streams(hopper: None):
+def test_side_streams(gpu: None):
     a = call_of(setup(rotary="halves", ends=(500, 800), page_size=64))
     tables = torch.rand(900, 8, generator=checks.generator("cpu", 1)) * 6
     a |= {"rotary_cos": tables.cos().to(BF16), "rotary_sin": tables.sin().to(BF16)}

@@ -33,7 +33,6 @@ from flash_cute import (
 )
 from flash_cute.arguments import BlockBuilderArguments
 from flash_cute.selection import BuilderKey
-from flash_cute.target import Target
 from flash_cute.variant import as_callback
 from flash_cute.viz import mask_matrix
 
@@ -420,23 +419,10 @@ def test_wrong_block_sizes_and_callbacks_of_tensors_are_refused():
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU here")
-    Target.from_capability(*torch.cuda.get_device_capability())
-
-
-@pytest.fixture
-def hopper(gpu: None):
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", callbacks.MASK_MODS)
 @pytest.mark.parametrize("block", [16, (8, 24)], ids=str)
-def test_published_masks_on_a_gpu(gpu: None, name: str, block: Any):
+def test_published_masks_on_a_gpu(any_gpu: Any, name: str, block: Any):
     mask_mod = callbacks.MASK_MODS[name]("cuda")
     sizes = (callbacks.BATCH, callbacks.HEADS, callbacks.SEQLEN, callbacks.SEQLEN)
     compare(mask_mod, *sizes, device="cuda", block=block)
@@ -458,25 +444,25 @@ def test_published_masks_on_a_gpu(gpu: None, name: str, block: Any):
     ],
     ids=str,
 )
-def test_sizes_on_a_gpu(gpu: None, mask_mod: Any, sizes: Any, block: Any):
+def test_sizes_on_a_gpu(any_gpu: Any, mask_mod: Any, sizes: Any, block: Any):
     compare(mask_mod, None, None, *sizes, device="cuda", block=block)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("extents", [(None, 3), (2, None), (2, 3)], ids=str)
-def test_batch_and_heads_on_a_gpu(gpu: None, extents: Any):
+def test_batch_and_heads_on_a_gpu(any_gpu: Any, extents: Any):
     compare(window, *extents, 700, 1030, device="cuda", block=64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(0, 300), (300, 0), (0, 0)], ids=str)
-def test_zero_lengths_on_a_gpu(gpu: None, sizes: Any):
+def test_zero_lengths_on_a_gpu(any_gpu: Any, sizes: Any):
     compare(causal, 2, None, *sizes, device="cuda")
     compare(causal, 0, 2, 300, 300, device="cuda")
 
 
 @pytest.mark.gpu
-def test_all_or_nothing_on_a_gpu(gpu: None):
+def test_all_or_nothing_on_a_gpu(any_gpu: Any):
     check_one_large_block("cuda")
     full = block_mask_from(everything, None, None, 1024, 2048, "cuda")
     assert (full.full_kv_num_blocks == 16).all() and not full.kv_num_blocks.any()
@@ -485,7 +471,7 @@ def test_all_or_nothing_on_a_gpu(gpu: None):
 
 
 @pytest.mark.gpu
-def test_captured_values_and_sizes_never_recompile(gpu: None):
+def test_captured_values_and_sizes_never_recompile(any_gpu: Any):
     def documents(labels: torch.Tensor) -> Callable[..., Any]:
         return lambda b, h, q_idx, kv_idx: labels[q_idx] == labels[kv_idx]
 
@@ -503,7 +489,7 @@ def test_captured_values_and_sizes_never_recompile(gpu: None):
 
 
 @pytest.mark.gpu
-def test_native_masks_on_a_gpu(gpu: None):
+def test_native_masks_on_a_gpu(any_gpu: Any):
     got = block_mask_from(native, None, None, 300, 1000, "cuda")
     same = lambda b, h, q_idx, kv_idx: q_idx + 700 >= kv_idx
     expected = create_block_mask(same, None, None, 300, 1000, "cuda", 128)
@@ -512,7 +498,7 @@ def test_native_masks_on_a_gpu(gpu: None):
 
 
 @pytest.mark.gpu
-def test_graphs_replay_it(gpu: None):
+def test_graphs_replay_it(any_gpu: Any):
     labels = torch.zeros(1000, dtype=torch.int32, device="cuda")
     mask_mod = lambda b, h, q_idx, kv_idx: labels[q_idx] == labels[kv_idx]
     block_mask_from(mask_mod, None, None, 1000, 1000, "cuda")
@@ -525,7 +511,7 @@ def test_graphs_replay_it(gpu: None):
 
 
 @pytest.mark.gpu
-def test_attention_takes_it_on_a_gpu(hopper: None):
+def test_attention_takes_it_on_a_gpu(gpu: None):
     mask = block_mask_from(window, 2, HEADS, 700, 1000, "cuda")
     tensors = operands("cuda", 700, 1000, 128)
     got = flash_attn_func(*tensors, block_mask=mask, return_lse=True)
@@ -534,7 +520,7 @@ def test_attention_takes_it_on_a_gpu(hopper: None):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_full", [True, False])
-def test_tensors_on_a_gpu(hopper: None, has_full: bool):
+def test_tensors_on_a_gpu(gpu: None, has_full: bool):
     mask = create_block_mask(window, 2, HEADS, 700, 1000, "cuda", (128, 256))
     if not has_full:  # full blocks become hidden ones
         lists = (mask.kv_num_blocks, mask.kv_indices)

@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flash_cute import (
     BlockSparseTensors,
-    Feature,
     InvalidProblem,
     UnsupportedProblem,
     flash_attn_func,
@@ -17,7 +16,6 @@ from flash_cute import (
 )
 from flash_cute.block_mask import BlockStructure
 from flash_cute.problem import Lengths
-from flash_cute.selection import SM90
 
 BATCH, HEADS = 2, 3
 
@@ -89,14 +87,6 @@ def test_lists_are_packed_once():
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-    if Feature.BLOCK_SPARSITY not in SM90.features:
-        pytest.skip("no kernel declares block sparsity yet")
 
 
 def operands(rows: int, keys: int, d: int, dv: int, heads_kv: int = HEADS):

@@ -4,21 +4,12 @@ import checks
 import pytest
 import torch
 
-from flash_cute import Feature, cache_info, flash_attn_func, flash_attn_varlen_func
+from flash_cute import cache_info, flash_attn_func, flash_attn_varlen_func
 from flash_cute.problem import Lengths
-from flash_cute.selection import SM90
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 HEADS, ROWS, KEYS = 6, 300, 421
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-    if not {Feature.SCORE_MOD, Feature.MASK_MOD} <= SM90.features:
-        pytest.skip("no kernel declares callbacks yet")
 
 
 def tables():

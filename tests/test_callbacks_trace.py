@@ -18,8 +18,7 @@ import pytest
 import torch
 from callbacks import BATCH, HEADS, SEQLEN
 
-from flash_cute import Feature, InvalidProblem, UnsupportedProblem, cache, compile, reference
-from flash_cute.selection import SM90
+from flash_cute import InvalidProblem, UnsupportedProblem, cache, compile, reference
 from flash_cute.variant import Callback, as_callback
 
 pytestmark = pytest.mark.compile
@@ -655,17 +654,9 @@ def run_on_gpu(function: Callable[..., Any], kind: str, scores: torch.Tensor) ->
     return result.cpu()
 
 
-@pytest.fixture
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-    if not {Feature.SCORE_MOD, Feature.MASK_MOD} <= SM90.features:
-        pytest.skip("no kernel declares callbacks yet")
-
-
 @CUDA
 @pytest.mark.parametrize("name", callbacks.ALL)
-def test_published_callback_on_a_gpu(name: str, hopper: None):
+def test_published_callback_on_a_gpu(name: str, gpu: None):
     kind, factory = callbacks.ALL[name]
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(BATCH, HEADS, SEQLEN, SEQLEN, generator=generator)
@@ -681,7 +672,7 @@ def test_published_callback_on_a_gpu(name: str, hopper: None):
 
 @CUDA
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_operation_on_a_gpu(operation: str, hopper: None):
+def test_operation_on_a_gpu(operation: str, gpu: None):
     got = run_on_gpu(as_score_mod(OPERATIONS[operation], "cuda"), "score_mod", small_scores())
     expected = expected_of(operation).float()
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True)
@@ -689,7 +680,7 @@ def test_operation_on_a_gpu(operation: str, hopper: None):
 
 @CUDA
 @pytest.mark.parametrize("name", NATIVE_NAMES)
-def test_native_callbacks_of_any_width_on_a_gpu(name: str, hopper: None):
+def test_native_callbacks_of_any_width_on_a_gpu(name: str, gpu: None):
     """Of 61 keys, which no width divides."""
     sizes = (3, 40, 61)
     generator = torch.Generator().manual_seed(7)
@@ -705,7 +696,7 @@ def test_native_callbacks_of_any_width_on_a_gpu(name: str, hopper: None):
 
 
 @CUDA
-def test_layouts_of_captured_tensors_on_a_gpu(hopper: None):
+def test_layouts_of_captured_tensors_on_a_gpu(gpu: None):
     whole = torch.randn(6, 8, 10, generator=torch.Generator().manual_seed(6))
     views = {
         "sliced": lambda t: t[1:5, ::2, 1:9],
@@ -723,7 +714,7 @@ def test_layouts_of_captured_tensors_on_a_gpu(hopper: None):
 
 
 @CUDA
-def test_gathers_past_the_end_stay_inside_on_a_gpu(hopper: None):
+def test_gathers_past_the_end_stay_inside_on_a_gpu(gpu: None):
     table = torch.arange(4.0, device="cuda")
     got = run_on_gpu(
         lambda s, b, h, i, j: table[j * 1000] + table[j - 9999],

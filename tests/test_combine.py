@@ -29,7 +29,6 @@ from flash_cute import (
 from flash_cute.arguments import CombineArguments
 from flash_cute.combine_plan import CombineStrides, combine_key, make_combine_plan
 from flash_cute.selection import COMBINE_TILE_DIMS, CombineKey
-from flash_cute.target import Target
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
@@ -617,16 +616,9 @@ def test_kernels_are_cached_and_take_what_the_host_passes(
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU here")
-    Target.from_capability(*torch.cuda.get_device_capability())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_definition_on_a_gpu(gpu: None, name: str):
+def test_definition_on_a_gpu(any_gpu, name: str):
     sizes, change = CASES[name]
     check_definition("cuda", sizes, change)
 
@@ -634,18 +626,18 @@ def test_definition_on_a_gpu(gpu: None, name: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [*range(8, 136, 8), 160, 256, 320, 504])
-def test_dims_on_a_gpu(gpu: None, dtype: torch.dtype, dim: int):
+def test_dims_on_a_gpu(any_gpu, dtype: torch.dtype, dim: int):
     for splits in (2, 17):
         check_definition("cuda", Sizes(dim=dim, dtype=dtype, splits=splits), with_empty_parts)
 
 
 @pytest.mark.gpu
-def test_one_part_is_itself_on_a_gpu(gpu: None):
+def test_one_part_is_itself_on_a_gpu(any_gpu):
     check_one_part("cuda")
 
 
 @pytest.mark.gpu
-def test_strides_and_out_on_a_gpu(gpu: None):
+def test_strides_and_out_on_a_gpu(any_gpu):
     check_strides("cuda")
     check_out("cuda")
     check_empty("cuda")
@@ -654,12 +646,12 @@ def test_strides_and_out_on_a_gpu(gpu: None):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("is_packed", "has_seqused"), LENGTHS)
 @pytest.mark.parametrize("dim", [8, 64, 512])
-def test_lengths_on_a_gpu(gpu: None, is_packed: bool, has_seqused: bool, dim: int):
+def test_lengths_on_a_gpu(any_gpu, is_packed: bool, has_seqused: bool, dim: int):
     check_lengths("cuda", is_packed, has_seqused, dim)
 
 
 @pytest.mark.gpu
-def test_rows_depend_on_their_own_parts_only(gpu: None):
+def test_rows_depend_on_their_own_parts_only(any_gpu):
     parts, lses = Sizes(splits=40, rows=300, dim=16).parts("cuda")
     out, lse = flash_attn_combine(parts, lses)
     alone = flash_attn_combine(parts[:, 1:, 77:78], lses[:, 1:, 77:78])
@@ -672,7 +664,7 @@ def test_rows_depend_on_their_own_parts_only(gpu: None):
 
 
 @pytest.mark.gpu
-def test_splits_and_lengths_never_recompile(gpu: None):
+def test_splits_and_lengths_never_recompile(any_gpu):
     flash_attn_combine(*Sizes(splits=3).parts("cuda"))
     before = cache_info().compiles
     for splits, rows in ((1, 5), (100, 33), (256, 1)):
@@ -681,7 +673,7 @@ def test_splits_and_lengths_never_recompile(gpu: None):
 
 
 @pytest.mark.gpu
-def test_large_on_a_gpu(gpu: None):
+def test_large_on_a_gpu(any_gpu):
     """More than 2**31 elements of parts: offsets are 64 bits wide."""
     sizes = Sizes(splits=5, batch=1, rows=2**16, heads=16, dim=512, dtype=torch.float16)
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
@@ -694,7 +686,7 @@ def test_large_on_a_gpu(gpu: None):
 
 
 @pytest.mark.gpu
-def test_graphs_replay_it(gpu: None):
+def test_graphs_replay_it(any_gpu):
     parts, lses = Sizes().parts("cuda")
     flash_attn_combine(parts, lses)
     graph = torch.cuda.CUDAGraph()
@@ -708,7 +700,7 @@ def test_graphs_replay_it(gpu: None):
 
 
 @pytest.mark.gpu
-def test_a_first_call_in_a_capture_is_refused_on_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_first_call_in_a_capture_is_refused_on_a_gpu(any_gpu, monkeypatch: pytest.MonkeyPatch):
     parts, lses = Sizes(dim=200, dtype=torch.float16).parts("cuda")
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setattr(combine, "_plans", {})
@@ -721,7 +713,7 @@ def test_a_first_call_in_a_capture_is_refused_on_a_gpu(gpu: None, monkeypatch: p
 
 
 @pytest.mark.gpu
-def test_side_streams_on_a_gpu(gpu: None):
+def test_side_streams_on_a_gpu(any_gpu):
     parts, lses = Sizes(rows=1000).parts("cuda")
     expected = flash_attn_combine(parts, lses)
     torch.cuda.synchronize()

@@ -715,9 +715,7 @@ def test_what_is_refused_is_refused_beside_a_call_that_was_made(launches: toy_gp
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("lengths", [700, (0, 1, 700)], ids=str)
 @pytest.mark.parametrize("seqlen_q", [1, 5])
-def test_lengths_on_a_gpu(is_packed: bool, lengths: Any, seqlen_q: int):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
+def test_lengths_on_a_gpu(gpu: None, is_packed: bool, lengths: Any, seqlen_q: int):
     case = checks.Case(3, 8, 2, seqlen_q, 900, 128)
     q, k, v = checks.gaussian(case, "cuda")
     ends = [lengths] * 3 if isinstance(lengths, int) else list(lengths)

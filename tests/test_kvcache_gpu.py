@@ -442,12 +442,6 @@ def attend(a: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-@pytest.fixture
-def gpu() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_sweep(gpu: None, case: dict[str, Any]):

@@ -557,7 +557,7 @@ def lacked(features: set[Feature]) -> str:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors on a Hopper GPU that need not exist: refusals come before anything touches it."""
     monkeypatch.setenv("FLASH_CUTE_ARCH", "sm_90a")
     monkeypatch.setattr(selection, "KERNELS", (SM90,))
@@ -568,13 +568,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("feature", UNDECLARED)
-def test_features_without_a_kernel_are_refused_by_name(feature: str, hopper: None):
+def test_features_without_a_kernel_are_refused_by_name(feature: str, fake_hopper: None):
     kind, change, features = FEATURES[feature]
     with pytest.raises(UnsupportedProblem, match=lacked(features)):
         flash_attn_with_kvcache(**call_of(kind, "cuda") | change)
 
 
-def test_one_length_is_checked_on_a_gpu_too(hopper: None):
+def test_one_length_is_checked_on_a_gpu_too(fake_hopper: None):
     a = call_of("new", "cuda") | {"cache_seqlens": 10}
     with pytest.raises(InvalidProblem, match=r"cache_seqlens is 10, expected 0 to 9"):
         flash_attn_with_kvcache(**a)
@@ -632,10 +632,10 @@ def test_aux_tensors_reach_a_native_callback(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("feature", UNDECLARED)
-def test_features_are_refused_on_a_gpu_that_is_there(feature: str, monkeypatch: pytest.MonkeyPatch):
+def test_features_are_refused_on_a_gpu_that_is_there(
+    hopper: None, feature: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(selection, "KERNELS", (SM90,))
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
     kind, change, features = FEATURES[feature]
     a = call_of(kind, "cuda") | change
     copies = {name: a[name].clone() for name in ("k_cache", "v_cache") if a[name] is not None}

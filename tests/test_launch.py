@@ -20,13 +20,7 @@ from flash_cute import (
 )
 from flash_cute.plan import TileCounters, contiguous_strides, is_readable, tile_counters
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 
 def operands(batch=2, seqlen=700, heads=4, dim=128, dtype=torch.bfloat16, seed=0):
@@ -225,7 +219,7 @@ def test_threads_share_kernels_and_agree():
             checks.assert_same_bits("out", out, expected[i])
 
 
-def test_counters_are_zero_again_and_never_shared_by_captures():
+def test_counters_are_zero_again_and_never_shared_by_captures(hopper: None):
     counters = TileCounters(torch.device("cuda", torch.cuda.current_device()))
     stream = torch.cuda.current_stream().cuda_stream
     assert counters.of_stream(stream) == counters.of_stream(stream)

@@ -173,12 +173,6 @@ def test_planner_compiles_and_is_kept_on_disk(lengths, monkeypatch, tmp_path):
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-
-
 def counts_of(lengths: list[int], **options) -> list[int]:
     used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     sizes = CALL | {"batch_size": len(lengths), "max_seqlen_k": 200_000} | options
@@ -186,7 +180,7 @@ def counts_of(lengths: list[int], **options) -> list[int]:
 
 
 @pytest.mark.gpu
-def test_counts(gpu: None):
+def test_counts(hopper: None):
     sms = selection.current_target(0).num_sms
     alone = counts_of([100_000])[0]
     assert 0.9 * sms <= alone <= sms  # two heads, two tiles a multiprocessor

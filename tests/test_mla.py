@@ -288,9 +288,7 @@ def test_cell_compiles_without_spills(changes: dict[str, Any]):
 
 
 @pytest.fixture
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
+def gpu(hopper: None):
     if selection.SM90_MLA not in selection.KERNELS:
         pytest.skip("the kernel for qv is not declared yet")
 

@@ -52,12 +52,6 @@ def test_a_packed_length_is_only_a_hint():
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-
-
 def check(tensors, **options):
     exact = checks.oracle(*tensors, **options)
     for pack_gqa in (True, False, None):

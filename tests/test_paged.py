@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flash_cute import Feature, flash_attn_func, flash_attn_varlen_func, selection
+from flash_cute import flash_attn_func, flash_attn_varlen_func, selection
 from flash_cute.problem import AttentionProblem, Lengths
 from flash_cute.target import Target
 
@@ -63,14 +63,6 @@ def test_reference_looks_block_masks_of_pages_up_by_key():
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-    if Feature.PAGED_KV not in selection.SM90.features:
-        pytest.skip("no kernel declares paged keys yet")
 
 
 def paged(page_size: int, d: int, dv: int, heads=(6, 2)):

@@ -41,14 +41,7 @@ MODULES = (
     test_split,
 )
 CALLED = ("flash_attn_func", "flash_attn_varlen_func")
-MAJORS = (8, 9, 12)
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-
-
-@pytest.fixture
-def gpu() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in MAJORS:
-        pytest.skip("no GPU here that runs the SM80 kernel")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import torch
 import toy_gpu
 
 from flash_cute import (
-    Feature,
     InvalidProblem,
     UnsupportedProblem,
     compile,
@@ -124,14 +123,6 @@ def test_warmup_makes_the_merge_ready_too(monkeypatch: pytest.MonkeyPatch):
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-    if Feature.SPLIT_KV not in selection.SM90.features:
-        pytest.skip("no kernel declares split keys yet")
 
 
 def check(operands, lengths=None, **options):

@@ -534,12 +534,6 @@ def test_toy_subclass_compiles(kernel: type):
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
-
-
 def sigmoid_by_definition(
     operands: checks.Operands, case: dict[str, Any], dtype: torch.dtype
 ) -> torch.Tensor:
@@ -576,28 +570,28 @@ CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_sigmoid_is_right(gpu: None, sigmoid: Any, case: Case, causal: bool):
+def test_sigmoid_is_right(hopper: None, sigmoid: Any, case: Case, causal: bool):
     check_sigmoid(sigmoid, checks.gaussian(case, "cuda"), causal=causal)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", checks.HOSTILE)
-def test_sigmoid_is_right_on_hostile_inputs(gpu: None, sigmoid: Any, name: str, causal: bool):
+def test_sigmoid_is_right_on_hostile_inputs(hopper: None, sigmoid: Any, name: str, causal: bool):
     case = Case(batch=2, num_heads_q=4, num_heads_kv=2, seqlen_q=413, seqlen_k=461, head_dim=128)
     check_sigmoid(sigmoid, checks.HOSTILE[name](case, "cuda"), causal=causal)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"softmax_scale": -0.2}, {"softcap": 12.0}], ids=str)
-def test_sigmoid_follows_the_options_of_scores(gpu: None, sigmoid: Any, options: dict):
+def test_sigmoid_follows_the_options_of_scores(hopper: None, sigmoid: Any, options: dict):
     q, k, v = checks.gaussian(Case(seqlen_q=300, seqlen_k=300, head_dim=128), "cuda")
     check_sigmoid(sigmoid, (4 * q, k, v), causal=True, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_sigmoid_of_packed_sequences(gpu: None, sigmoid: Any, causal: bool):
+def test_sigmoid_of_packed_sequences(hopper: None, sigmoid: Any, causal: bool):
     lengths_q, lengths_k = [130, 1, 0, 257, 64], [700, 64, 5, 1023, 0]
     sizes = dict(num_heads_q=4, num_heads_kv=2, head_dim=128)
     q, k, v = checks.gaussian(
@@ -624,7 +618,7 @@ def test_sigmoid_of_packed_sequences(gpu: None, sigmoid: Any, causal: bool):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_a_subclass_that_overrides_nothing_has_the_same_bits(gpu: None, dim: int):
+def test_a_subclass_that_overrides_nothing_has_the_same_bits(hopper: None, dim: int):
     case = Case(batch=2, num_heads_q=4, num_heads_kv=2, seqlen_q=700, seqlen_k=900, head_dim=dim)
     q, k, v = checks.gaussian(case, "cuda")
     options = dict(causal=True, return_lse=True)
@@ -637,7 +631,7 @@ def test_a_subclass_that_overrides_nothing_has_the_same_bits(gpu: None, dim: int
 
 
 @pytest.mark.gpu
-def test_doubled_weights_double_the_output(gpu: None):
+def test_doubled_weights_double_the_output(hopper: None):
     q, k, v = checks.gaussian(Case(seqlen_q=300, seqlen_k=500, head_dim=128), "cuda")
     out, plain = flash_attn_func(q, k, v, kernel=Double), flash_attn_func(q, k, v)
     checks.assert_same_bits("double", out, 2 * plain)
@@ -646,7 +640,7 @@ def test_doubled_weights_double_the_output(gpu: None):
 
 
 @pytest.mark.gpu
-def test_repeated_calls_are_quick_and_right(gpu: None, monkeypatch: pytest.MonkeyPatch):
+def test_repeated_calls_are_quick_and_right(hopper: None, monkeypatch: pytest.MonkeyPatch):
     q, k, v = checks.gaussian(Case(seqlen_q=300, seqlen_k=500, head_dim=128), "cuda")
     kernels = (None, Same, Double)
     expected = [flash_attn_func(q, k, v, kernel=kernel) for kernel in kernels]
@@ -661,7 +655,7 @@ def test_repeated_calls_are_quick_and_right(gpu: None, monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-def test_a_class_defined_anew_is_compiled_anew(gpu: None):
+def test_a_class_defined_anew_is_compiled_anew(hopper: None):
     q, k, v = checks.gaussian(Case(seqlen_q=300, seqlen_k=500, head_dim=128), "cuda")
 
     def scaled(by: float) -> type:
@@ -680,7 +674,7 @@ def test_a_class_defined_anew_is_compiled_anew(gpu: None):
 
 
 @pytest.mark.gpu
-def test_a_subclass_is_captured_once_it_is_ready(gpu: None):
+def test_a_subclass_is_captured_once_it_is_ready(hopper: None):
     kernel = twin()
     q, k, v = checks.gaussian(Case(batch=2, seqlen_q=700, seqlen_k=700, head_dim=128), "cuda")
     cold = torch.cuda.CUDAGraph()

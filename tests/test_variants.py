@@ -151,9 +151,7 @@ def rows_in_use(case: dict) -> torch.Tensor | slice:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_pairs_of_features(case: dict):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
+def test_pairs_of_features(gpu: None, case: dict):
     operands, lengths = build(case)
     options = {"softmax_scale": case["scale"], "softcap": case["softcap"], **case["mask"]}
     if case["sink"] is not None:
@@ -169,9 +167,7 @@ def test_pairs_of_features(case: dict):
 
 
 @pytest.mark.gpu
-def test_hundred_packed_sequences_equal_each_alone():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
+def test_hundred_packed_sequences_equal_each_alone(gpu: None):
     rng = random.Random(1)
     lengths = [rng.choice((0, 1, 5, 64, 127, 128, 129, 400)) for _ in range(100)]
     cu = starts(lengths)
@@ -186,9 +182,7 @@ def test_hundred_packed_sequences_equal_each_alone():
 
 
 @pytest.mark.gpu
-def test_hints_never_recompile_and_change_nothing():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU here")
+def test_hints_never_recompile_and_change_nothing(gpu: None):
     from flash_cute import cache_info
 
     lengths = [300, 20, 700]
