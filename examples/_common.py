@@ -154,7 +154,7 @@ def run(build: Build, draw: Callable[[str], Any]) -> None:
     results = check_on_cpu(small, truth)
     has_gpu = torch.cuda.is_available()
     if not (has_gpu and run_on_gpu(build, truth, results)):
-        why = "" if has_gpu else ": that needs a Hopper GPU"
+        why = "" if has_gpu else ": that needs a GPU of compute capability 8.x, 9.0 or 12.x"
         print(f"The CPU reference ran. No kernel was executed{why}.")
     if arguments.plot:
         draw(arguments.plot)

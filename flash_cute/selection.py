@@ -42,8 +42,9 @@ class Declaration:
            head_dim_v likewise to one of `tile_head_dims_v` or, without any, to one of those of
            head_dim that is at most as large. `needs` is what calls ask for that the kernel is for;
            others are not its business. Without `gathers_keys` keys are loaded by 8 and more,
-           without `loads_pieces` they are always gathered. On `archs_by_class` the kernel runs
-           only where it is asked for.
+           without `loads_pieces` they are always gathered; without `leaves_sms` every
+           multiprocessor takes part. On `archs_by_class` the kernel runs only where it is asked
+           for.
     """
 
     kernel: str
@@ -59,6 +60,7 @@ class Declaration:
     needs: frozenset[Feature] = frozenset()
     gathers_keys: bool = True
     loads_pieces: bool = True
+    leaves_sms: bool = True
 
     def tile_of(self, p: AttentionProblem) -> tuple[int, int]:
         """Round the head dims up to ones that have tiles; a head dim of q that is not there to any.
@@ -102,6 +104,8 @@ class Declaration:
         if DTYPE_NAMES.get(problem.dtype) not in self.dtypes:
             missing.append(f"dtype {problem.dtype} (has {', '.join(self.dtypes)})")
         missing += [f"calls without {f.value}" for f in self.needs - problem.required_features()]
+        if problem.sm_margin and not self.leaves_sms:
+            missing.append(f"sm_margin {problem.sm_margin} (has 0: a CTA for each tile)")
         return missing + self._lacks_pages(problem) + self._lacks_head_dims(problem)
 
     def _lacks_pages(self, p: AttentionProblem) -> list[str]:
@@ -191,6 +195,7 @@ SM80 = Declaration(
     choose_config=sm80.choose_config,
     tile_head_dims=sm80.TILE_HEAD_DIMS,
     loads_pieces=False,
+    leaves_sms=False,
 )
 
 ALL_KERNELS = (SM90, SM90_MLA, SM80)

@@ -16,6 +16,8 @@ from flash_cute import (
     UnsupportedProblem,
     flash_attn_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    scheduling,
     selection,
 )
 from flash_cute.sm80.config import TILE_HEAD_DIMS, ForwardConfigSm80, choose_config
@@ -208,6 +210,14 @@ def test_small_tiles_compile_without_spills(dims: tuple[int, int], arch: str):
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_87", "sm_121a"])
+def test_kin_of_other_archs_compile_without_spills(arch: str):
+    for d in (64, 128, 256):
+        spec = spec_of(d, is_causal=True)
+        compiled(spec, choose_config(spec, facts(arch)), arch)
+
+
+@pytest.mark.compile
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
 @pytest.mark.parametrize("dims", [*((d, d) for d in TILE_HEAD_DIMS), (192, 128)], ids=str)
 def test_tiles_for_decoding_compile_without_spills(dims: tuple[int, int], arch: str):
@@ -285,6 +295,12 @@ def test_keys_in_pages_are_gathered_whatever_their_size(page_size: int):
     assert key.spec.page_rows == 1 and not key.config.check(key.spec)
 
 
+def test_multiprocessors_cannot_be_left_to_others():
+    with pytest.raises(UnsupportedProblem, match=r"Sm80 lacks sm_margin 8 \(has 0: a CTA for"):
+        selection.key_for(problem(sm_margin=8), A100)
+    assert selection.is_supported(problem(sm_margin=8), H200).backend.endswith("Sm90")
+
+
 def test_every_feature_of_hopper_is_there():
     assert (
         selection.SM80.features == selection.SM90.features >= {Feature.SPLIT_KV, Feature.PAGED_KV}
@@ -321,6 +337,29 @@ def test_packed_sequences_have_ctas_for_the_most_tiles_they_can_have(launches: t
     tile_m = launches.launched[-1].config.tile_m
     assert launches.named.num_ctas == (400 // tile_m + 3) * 4
     assert launches.named.tile_counter == 0
+
+
+@pytest.mark.parametrize("arch", selection.SM80.archs)
+def test_a_step_of_serving_is_four_kernels_of_the_same_arch(
+    launches: toy_gpu.Launches, arch: str, monkeypatch: pytest.MonkeyPatch
+):
+    """New keys, rotary, pages and parts that are counted."""
+    target = Target.from_arch(arch)
+    monkeypatch.setattr(selection, "current_target", lambda device: target)
+    scheduling._kept.clear()
+    batch, pages, size, dim = 3, 4, 64, 128
+    int32 = lambda *shape: toy_gpu.on_gpu(torch.zeros(shape, dtype=torch.int32))
+    step = dict(k=zeros(batch, 1, 2, dim), v=zeros(batch, 1, 2, dim), causal=True)
+    step |= dict(rotary_cos=zeros(300, dim // 2), rotary_sin=zeros(300, dim // 2))
+    step |= dict(page_table=int32(batch, 64), cache_seqlens=int32(batch))
+    caches = [zeros(pages, size, 2, dim) for _ in range(2)]
+    flash_attn_with_kvcache(zeros(batch, 1, 8, dim), *caches, **step)
+    kinds = [type(key).__name__ for key in launches.launched]
+    assert kinds == ["AppendKey", "PlannerKey", "KernelKey", "CombineKey"]
+    assert {key.arch for key in launches.launched} == {arch}
+    attention = launches.launched[2]
+    assert attention.kernel == "FlashAttentionForwardSm80"
+    assert attention.spec.pack_heads == 4 and attention.config.smem_limit == target.smem_bytes
 
 
 def test_split_keys_are_merged(launches: toy_gpu.Launches):
