@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gpu_report
 import pytest
 import torch
+from covering import each_value_once
 
 from flash_cute import selection
 from flash_cute.target import Target
@@ -27,6 +30,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():
         gpu_report.register(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests that another file takes over a few cases run, none beside all by `--kernel`."""
+    taken: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("taken_over"):
+            name = item.nodeid.partition("[")[0]
+            taken.setdefault(name, []).append(item)
+    left_out = {item for cases in taken.values() for item in cases}
+    if config.getoption("--kernel") is None:
+        for cases in taken.values():
+            left_out -= {cases[i] for i in each_value_once(map(values, cases))}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
+
+
+def values(item: pytest.Item) -> dict[str, Any]:
+    """The parameters of a test."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 Case = dict[str, Any]
@@ -58,3 +59,28 @@ def covering_design(
         missing -= pairs_of(best)
         cases.append(best)
     return cases
+
+
+def values_of(case: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """The values that a case holds, also within mappings and dataclasses: (factor, text)."""
+    found: set[tuple[str, str]] = set()
+    for name, value in case.items():
+        fields = vars(value) if is_dataclass(value) else value
+        if isinstance(fields, Mapping):
+            found |= {(f"{name}.{field}", str(inner)) for field, inner in fields.items()}
+        else:
+            found.add((name, str(value)))
+    return found
+
+
+def each_value_once(cases: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Numbers of few cases that hold every value which any of them holds, in their order."""
+    held = [values_of(case) for case in cases]
+    numbers = range(len(held))
+    missing = set[tuple[str, str]]().union(*held)
+    chosen: set[int] = set() if missing else {0}
+    while missing:
+        best = max(numbers, key=lambda i: len(held[i] & missing))
+        missing -= held[best]
+        chosen.add(best)
+    return sorted(chosen)

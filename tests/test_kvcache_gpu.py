@@ -9,7 +9,6 @@ a definition written here. A case skips with the name of what no kernel declares
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import math
 import random
@@ -602,16 +601,9 @@ def test_rounds_of_a_graph_fit_what_was_captured(step: str):
 
 # ---- Fixed split sizes ---------------------------------------------------------------------------
 
-SPLIT_SIZE = 256
+FIXED = {"split_size": 256}
 POOL = [(1, 0), (1, 1), (1, 255), (1, 256), (1, 257), (1, 1500), (1, 6000), (3, 700), (4, 4)]
 POOL += [(17, 1000), (64, 64), (64, 2000), (130, 300), (0, 500), (1, 4096)]  # queries, keys
-
-
-@pytest.fixture
-def split_size(gpu: None) -> dict[str, int]:
-    if "split_size" not in inspect.signature(flash_attn_varlen_func).parameters:
-        pytest.skip("no kernel declares: split_size")
-    return {"split_size": SPLIT_SIZE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -659,13 +651,11 @@ def pool_of(page_size: int) -> Pool:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_split_size_gives_a_sequence_the_same_bits_in_any_batch(
-    split_size: dict[str, int], page_size: int
-):
+def test_split_size_gives_a_sequence_the_same_bits_in_any_batch(gpu: None, page_size: int):
     pool, rng = pool_of(page_size), random.Random(page_size)
     width = max(map(len, pool.pages))
     alone = [
-        flash_attn_varlen_func(**pool.batch([n], max(1, len(pool.pages[n]))), **split_size)
+        flash_attn_varlen_func(**pool.batch([n], max(1, len(pool.pages[n]))), **FIXED)
         for n in range(len(POOL))
     ]
     for number in range(100):
@@ -676,7 +666,7 @@ def test_split_size_gives_a_sequence_the_same_bits_in_any_batch(
             "max_seqlen_k": rng.choice([None, longest, 2 * longest + 1]),
         }
         arguments = pool.batch(members, width + rng.randrange(3), **hints)
-        out, lse = flash_attn_varlen_func(**arguments, **split_size)
+        out, lse = flash_attn_varlen_func(**arguments, **FIXED)
         first = 0
         for member in members:
             rows = slice(first, first + POOL[member][0])
@@ -687,18 +677,18 @@ def test_split_size_gives_a_sequence_the_same_bits_in_any_batch(
 
 
 @pytest.mark.gpu
-def test_split_size_is_right_and_dense_calls_keep_their_bits(split_size: dict[str, int]):
+def test_split_size_is_right_and_dense_calls_keep_their_bits(gpu: None):
     q, k, v = checks.gaussian(checks.Case(6, 8, 2, 1, 3000, 128, 128), "cuda")
     used = int32([0, 1, 256, 257, 1999, 3000], "cuda")
-    out, lse = flash_attn_varlen_func(q, k, v, seqused_k=used, return_lse=True, **split_size)
+    out, lse = flash_attn_varlen_func(q, k, v, seqused_k=used, return_lse=True, **FIXED)
     exact, lowprec = checks.oracle(q, k, v, Lengths(seqused_k=used))
     for b in range(6):
         mine, want, low = ((o[b], s[b]) for o, s in ((out, lse), exact, lowprec))
         checks.assert_attention(mine, want, low)
-    whole = flash_attn_func(q, k, v, **split_size)
+    whole = flash_attn_func(q, k, v, **FIXED)
     for b in range(6):
         one = slice(b, b + 1)
-        alone = flash_attn_varlen_func(q[one], k[one], v[one], seqused_k=used[one], **split_size)
+        alone = flash_attn_varlen_func(q[one], k[one], v[one], seqused_k=used[one], **FIXED)
         checks.assert_same_bits(f"sequence {b}", out[one], alone)
-        dense = flash_attn_func(q[one], k[one], v[one], **split_size)
+        dense = flash_attn_func(q[one], k[one], v[one], **FIXED)
         checks.assert_same_bits(f"dense sequence {b}", whole[one], dense)

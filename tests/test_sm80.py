@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 
+import checks
+import covering
 import pytest
 import torch
 import toy_gpu
@@ -243,6 +245,21 @@ def test_copies_are_asynchronous_and_products_are_of_a_warp():
     assert "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
     assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async.cg.shared.global" in ptx
     assert ".shared .align 1024" in ptx  # an XOR finds the chunks
+
+
+# ---- The tests on a GPU --------------------------------------------------------------------------
+
+
+def test_few_cases_hold_every_value():
+    sizes = [checks.Case(1, 2, 2, rows, 64, 64) for rows in (1, 70, 129)]
+    pairs = list(itertools.product(sizes, ({"mask": 1}, {"mask": 2, "cap": 3}), (64, 128)))
+    cases = [dict(zip(("case", "options", "dim"), values, strict=True)) for values in pairs]
+    chosen = covering.each_value_once(cases)
+    assert len(chosen) == 3 and chosen == sorted(set(chosen))
+    held = [covering.values_of(cases[i]) for i in chosen]
+    assert set().union(*held) == set().union(*map(covering.values_of, cases))
+    assert {("case.seqlen_q", "70"), ("options.cap", "3")} <= set().union(*held)
+    assert covering.each_value_once([{}]) == [0]
 
 
 # ---- Launches ------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""The SM80 kernel on a GPU: the GPU tests of other files once more by its class, and its own tiles.
+"""The SM80 kernel on a GPU: tests of other files once more on it, and its own tiles.
 
-Those of further files run with it under `pytest -m gpu --kernel sm80`, which makes it the first
-choice on Hopper too.
+Of every test of those files a few cases run here, in which each value of each factor occurs, so
+that no test needs twice the time. All cases of all files run on it with `pytest -m gpu --kernel
+sm80`, which makes it the first choice on Hopper too; those here would then be copies.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import types
 from collections.abc import Callable
@@ -16,15 +16,21 @@ from typing import Any
 
 import checks
 import pytest
+import test_append_gpu
 import test_block_sparsity
+import test_callbacks_kernel
 import test_dense
+import test_kvcache
+import test_kvcache_gpu
+import test_launch
+import test_metadata
 import test_pack_gqa
 import test_paged
 import test_split
 import test_variants
 import torch
 
-from flash_cute import Feature, flash_attn_func, selection
+from flash_cute import Feature, append_plan, flash_attn_func, launch, selection
 from flash_cute.sm80.config import ForwardConfigSm80, choose_config
 from flash_cute.specialization import LONG_SEQLEN, TileFacts
 
@@ -36,12 +42,17 @@ MODULES = (
     test_dense,
     test_variants,
     test_block_sparsity,
+    test_callbacks_kernel,
     test_pack_gqa,
     test_paged,
     test_split,
+    test_metadata,
+    test_kvcache,
+    test_kvcache_gpu,
+    test_append_gpu,
+    test_launch,
 )
-CALLED = ("flash_attn_func", "flash_attn_varlen_func")
-DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+NO_BUSINESS = {"any_gpu", "hopper"}  # fixtures of tests of other kernels, or of one of them
 
 
 @pytest.fixture
@@ -50,40 +61,43 @@ def device(request: pytest.FixtureRequest, gpu: None) -> str:
 
 
 @pytest.fixture(autouse=True)
-def by_its_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls of the other files ask for the kernel, once it is declared or with `--kernel`."""
-    is_asked = request.config.getoption("--kernel") == "sm80"
-    if selection.SM80 not in selection.KERNELS and not is_asked:
-        pytest.skip("the SM80 kernel is not declared; --kernel sm80 runs it")
-    kernels = tuple(d for d in selection.KERNELS if d != selection.SM80)
-    monkeypatch.setattr(selection, "KERNELS", (*kernels, selection.SM80))
-    for module in MODULES:
-        for name in CALLED:
-            if hasattr(module, name):
-                called = functools.partial(getattr(module, name), kernel=Base)
-                monkeypatch.setattr(module, name, called)
+def on_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call runs on the SM80 kernel or is refused, and repeats no call of another kernel."""
+    monkeypatch.setattr(selection, "KERNELS", selection.preferring(selection.SM80)[:1])
+    for module in (launch, append_plan):
+        monkeypatch.setattr(module, "_plans", {})
 
 
-def gpu_cases_of(test: Callable[..., None]) -> Callable[..., None] | None:
-    """A copy of a test with its GPU cases alone; None where it has none."""
-    marks = list(getattr(test, "pytestmark", []))
+def gpu_cases_of(test: Any, marks: list[pytest.Mark]) -> Callable[..., None] | None:
+    """A copy of a test with its GPU cases alone; None where it has none for this kernel.
+
+    Args:
+        marks: those of its file.
+    """
+    if not isinstance(test, types.FunctionType):
+        return None
+    arguments = test.__code__.co_varnames[: test.__code__.co_argcount]
+    marks = [*marks, *getattr(test, "pytestmark", [])]
     is_gpu = any(mark.name == "gpu" for mark in marks)
     for i, mark in enumerate(marks):
         if mark.name == "parametrize" and "device" in mark.args[0]:
             cases = [case for case in mark.args[1] if getattr(case, "values", case)[0] == "cuda"]
             marks[i] = pytest.mark.parametrize(mark.args[0], cases, **mark.kwargs).mark
             is_gpu = bool(cases)
-    if not is_gpu or not isinstance(test, types.FunctionType):
+    if not is_gpu or NO_BUSINESS & set(arguments):
         return None
     parts = (test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__)
     copy: Any = types.FunctionType(*parts)
-    copy.__annotations__, copy.pytestmark = test.__annotations__, marks
+    copy.__annotations__ = test.__annotations__
+    copy.pytestmark = [*marks, pytest.mark.taken_over.mark]
     return copy
 
 
 for _module in MODULES:
+    _marks = getattr(_module, "pytestmark", [])
+    _marks = [mark.mark for mark in (_marks if isinstance(_marks, list) else [_marks])]
     for _name, _test in list(vars(_module).items()):
-        if _name.startswith("test_") and (_copy := gpu_cases_of(_test)) is not None:
+        if _name.startswith("test_") and (_copy := gpu_cases_of(_test, _marks)) is not None:
             globals()[f"{_module.__name__}_{_name.removeprefix('test_')}"] = _copy
 
 

@@ -48,6 +48,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "".join(row(*cells) for cells in (header, ["---"] * len(header), *rows))
 
 
+def archs(kernel: Declaration) -> str:
+    """Name the architectures that a kernel runs on."""
+    more = "".join(f", {arch} by `kernel=`" for arch in kernel.archs_by_class)
+    return ", ".join(kernel.archs) + more
+
+
 def head_dims(kernel: Declaration) -> str:
     """Describe the head dimensions of one kernel."""
 
@@ -65,7 +71,7 @@ def page() -> str:
     """Return the text of the page."""
     kernels = table(
         ["kernel", "architecture", "dtypes", "head dimensions"],
-        [[f"`{k.kernel}`", ", ".join(k.archs), ", ".join(k.dtypes), head_dims(k)] for k in KERNELS],
+        [[f"`{k.kernel}`", archs(k), ", ".join(k.dtypes), head_dims(k)] for k in KERNELS],
     )
     features = table(
         ["feature", "what it is", *[f"`{k.kernel}`" for k in KERNELS]],
