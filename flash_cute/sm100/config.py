@@ -88,8 +88,17 @@ class ForwardConfigSm100(TileOfHeads):
                     f"tile_n is {self.tile_n}, expected a multiple of {key.width}, the "
                     f"{key.kind}.__vec_size__"
                 )
-        if spec.is_split and (spec.has_block_mask or not spec.has_lse):
-            broken.append("the keys are split: lists of blocks cannot be, and lse is needed")
+        if spec.has_block_mask or spec.gathers_keys or spec.has_qv:
+            broken.append("block masks, gathered keys and qv are not supported on SM100")
+        if spec.is_split and not spec.has_lse:
+            broken.append("the keys are split: lse is needed")
+        if not spec.gathers_keys and (
+            spec.page_rows % 8 or (spec.page_rows and self.tile_n % spec.page_rows)
+        ):
+            broken.append(
+                f"rows of a page's load are {spec.page_rows}, expected a multiple of 8 that "
+                f"divides tile_n, {self.tile_n}"
+            )
         if not 1 <= spec.pack_heads <= self.tile_m // 8:
             broken.append(f"heads a tile are {spec.pack_heads}, at most {self.tile_m // 8}")
         smem = self.smem_bytes(spec)
@@ -104,16 +113,17 @@ class ForwardConfigSm100(TileOfHeads):
 
 
 def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfigSm100:
-    """The config of a problem: as many stages as fit, reckoned and not measured."""
+    """The config of a problem, reckoned and not measured: as many stages as fit."""
     config = ForwardConfigSm100()
-    if spec.tile_dv > ROWS:
-        config = replace(config, tile_m=ROWS)
     if spec.tile_d > ROWS:
         config = replace(config, tile_n=64)
+    if spec.tile_d == 256 or (facts.few_rows is not None and facts.few_rows <= ROWS):
+        config = replace(config, tile_m=ROWS)
+    elif spec.tile_dv > ROWS:  # no room for two O
+        config = replace(config, tile_m=ROWS)
     if spec.modifies_scores or spec.mask_mod is not None:
         config = replace(config, num_polynomial=0)  # the FMA units have enough to do
-    for num_stages in (4, 3, 2):
-        config = replace(config, num_stages=num_stages)
-        if config.smem_bytes(spec) <= SMEM_BYTES:
-            break
-    return config
+    if spec.has_window_left or spec.has_chunk:
+        config = replace(config, regs_softmax=200, regs_correction=72, regs_other=40)
+    fitting = (replace(config, num_stages=n) for n in (4, 3, 2))
+    return next((c for c in fitting if c.smem_bytes(spec) <= SMEM_BYTES), config)

@@ -15,8 +15,12 @@ Roles (the pipelines and signals between them: pipes.py):
     warp 12            mma.py: issues every product
     warp 13            device/load.py: issues every TMA and fetches tiles; warps 14, 15 idle
 
+Where tensor memory has no room for two O, or a tile's queries are few, it has 128 rows: blocks of
+keys then alternate between the buffers and the softmax warpgroups, which pass on the maximum.
+
 Timeline of the products (j counts blocks as they are visited, halves 0 and 1):
-    S0_0 S1_0 | O0_0 S0_1 O1_0 S1_1 | O0_1 S0_2 O1_1 S1_2 | ...
+    S0_0 S1_0 | O0_0 S0_1 O1_0 S1_1 | O0_1 S0_2 O1_1 S1_2 | ...   or, with 128 rows,
+    S_0 S_1 | O_0 S_2 | O_1 S_3 | ...
 
 Budget: shared memory in ForwardConfigSm100.smem_bytes; tensor memory is two S of tile_n columns and
 an O of tile_dv for each half; registers of a softmax thread hold tile_n scores.
@@ -40,6 +44,7 @@ from flash_cute.sm100.config import ROWS, THREADS_PER_WARPGROUP, ForwardConfigSm
 from flash_cute.sm100.mma import MmaWarp, TensorMemory
 from flash_cute.sm100.params import ForwardParams, LaunchDescriptionSm100
 from flash_cute.sm100.pipes import (
+    BUFFERS,
     WARPS_PER_WARPGROUP,
     Exchange,
     Pipes,
@@ -65,9 +70,27 @@ class Consumer:
     buffer: Int32  # of its scores
     scores: Int32  # their address in tensor memory
     factors: cute.Tensor  # (rows,) of the buffer, in shared memory
+    running: cute.Tensor  # (rows, buffer), in shared memory
     row_max: cute.Tensor  # (1,) f32, as row_sum and o_scale
     row_sum: cute.Tensor
     o_scale: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Of the signals that a softmax warpgroup waits for next."""
+
+    scores: Int32
+    maximum: Int32  # of the other buffer
+
+
+@dataclass(frozen=True)
+class CorrectionPhases:
+    """Of the signals that the correction waits for next."""
+
+    scale: Int32  # with 128 queries a bit for each buffer
+    output: Int32
+    tile: Int32
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
         super().__init__(spec, config, LaunchDescriptionSm100(spec, config))
         self.exchange = Exchange(spec, config, self.dtype)
         self.loader = LoadWarp(self.exchange, self.mask)
-        self.signals, self.memory = Signals(), TensorMemory(spec, config)
+        self.signals, self.memory = Signals(config.num_tiles_q), TensorMemory(spec, config)
         self.mma = MmaWarp(self)
 
     @staticmethod
@@ -170,12 +193,19 @@ class FlashAttentionForwardSm100(AttentionKernel):
         consumer = pipeline.PipelineUserType.Consumer
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         c = self.start_consumer(smem, tmem)
-        s_phase, free_phase = Int32(0), Int32(1)
+        s_phase, max_phase, free_phase = Int32(0), Int32(0), Int32(1)
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
-            s_phase, _ = self.visit_range(p, c, pipes, (s_phase, Int32(0)), work)
+            c.row_max.fill(-Float32.inf)
+            c.row_sum.fill(0.0)
+            phases = Phases(s_phase, max_phase)
+            phases, num_visits = self.visit_range(p, c, pipes, (phases, Int32(0)), work)
+            s_phase, max_phase = phases.scores, phases.maximum
+            if const_expr(self.config.num_tiles_q == 1):
+                # Where the other buffer had the last block, its maximum was not waited for.
+                max_phase ^= (num_visits ^ c.buffer ^ 1) & 1
             self.signals.wait(pipes, Signal.STATS_FREE, c.buffer, free_phase)
             free_phase ^= 1
             row = fresh_thread_idx() % THREADS_PER_WARPGROUP
@@ -194,6 +224,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             buffer=buffer,
             scores=self.memory.scores(tmem, buffer) + self.lanes(),
             factors=smem.factors[None, buffer],
+            running=smem.running,
             row_max=cute.make_rmem_tensor(1, Float32),
             row_sum=cute.make_rmem_tensor(1, Float32),
             o_scale=cute.make_rmem_tensor(1, Float32),
@@ -201,18 +232,20 @@ class FlashAttentionForwardSm100(AttentionKernel):
 
     def place(self, thread: Int32):
         """Row within the query tile and first column within a key block of a softmax thread."""
-        return thread, 0
+        return thread % self.config.tile_m, 0
 
     @cute.jit
     def first_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work, n_block):
-        """Scores and weights of a tile's first block; returns the states of the next one."""
-        s_phase, unused = kv_state
-        S = self.read_scores(c, pipes, s_phase)
-        self.modify_scores(p, S, work, n_block, self.place(fresh_thread_idx()), True)
-        self.hide_if_empty(S, work)
-        self.first_weights(p, c, work, S)
-        self.write_weights(p, c, pipes, S)
-        return s_phase ^ 1, unused
+        """Scores and weights of a tile's first block; returns the states of the next one.
+
+        The states are Phases and the number of blocks visited.
+        """
+        phases, num_visits = kv_state
+        if const_expr(self.config.num_tiles_q == 2):
+            phases = self.weigh_block(p, c, pipes, phases, work, (n_block, True, False, True))
+        elif c.buffer == 0:
+            phases = self.weigh_block(p, c, pipes, phases, work, (n_block, True, False, True))
+        return phases, num_visits + 1
 
     @cute.jit
     def step(
@@ -227,13 +260,32 @@ class FlashAttentionForwardSm100(AttentionKernel):
         may_be_edge: cutlass.Constexpr[bool] = False,
     ):
         """Scores and weights of a later block; returns the states of the next one."""
-        s_phase, unused = kv_state
-        S = self.read_scores(c, pipes, s_phase)
+        phases, num_visits = kv_state
+        block = (n_block, is_masked, may_be_edge, False)
+        if const_expr(self.config.num_tiles_q == 2):
+            phases = self.weigh_block(p, c, pipes, phases, work, block)
+        elif num_visits & 1 == c.buffer:
+            phases = self.weigh_block(p, c, pipes, phases, work, block)
+        return phases, num_visits + 1
+
+    @cute.jit
+    def weigh_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, phases, work: Work, block):
+        """From S to P of a block of this warpgroup's; returns the next phases.
+
+        block: (number, whether it is masked, whether it may be, whether it is a tile's first)
+        """
+        n_block, is_masked, may_be_edge, is_first = block
+        S = self.read_scores(c, pipes, phases.scores)
         place = self.place(fresh_thread_idx())
         self.modify_scores(p, S, work, n_block, place, is_masked, may_be_edge)
-        self.next_weights(p, c, pipes, work, S)
+        if const_expr(is_first):
+            self.hide_if_empty(S, work)
+            self.first_weights(p, c, pipes, S)
+        else:
+            self.next_weights(p, c, pipes, phases, S)
         self.write_weights(p, c, pipes, S)
-        return s_phase ^ 1, unused
+        max_phase = phases.maximum if const_expr(is_first) else phases.maximum ^ 1
+        return Phases(phases.scores ^ 1, max_phase)
 
     @cute.jit
     def read_scores(self, c: Consumer, pipes: Pipes, s_phase: Int32):
@@ -248,20 +300,37 @@ class FlashAttentionForwardSm100(AttentionKernel):
     # -- from scores to weights: steps that another kind of attention overrides
 
     @cute.jit
-    def first_weights(self, p: ForwardParams, c: Consumer, work: Work, S: cute.Tensor):
-        """Start the running maximum and sum."""
+    def first_weights(self, p: ForwardParams, c: Consumer, pipes: Pipes, S: cute.Tensor):
+        """Start the running maximum; the sum is 0."""
         c.row_max[0] = row_maximum(softmax.row_values(S, 0))
-        c.row_sum[0] = Float32(0.0)
+        self.pass_maximum_on(c, pipes)
 
     @cute.jit
-    def next_weights(self, p: ForwardParams, c: Consumer, pipes: Pipes, work: Work, S: cute.Tensor):
+    def next_weights(self, p: ForwardParams, c: Consumer, pipes: Pipes, phases, S: cute.Tensor):
         """Raise the running maximum, rescale the sum, and tell the correction to rescale O."""
         block_max = row_maximum(softmax.row_values(S, 0))
         scale_log2, threshold = self.scale_log2(p), self.config.rescale_threshold
-        c.row_max[0], o_scale = softmax.raise_row(c.row_max[0], block_max, scale_log2, threshold)
-        c.row_sum[0] = c.row_sum[0] * o_scale
-        c.factors[fresh_thread_idx() % THREADS_PER_WARPGROUP] = o_scale
+        row = fresh_thread_idx() % THREADS_PER_WARPGROUP
+        before = c.row_max[0]
+        if const_expr(self.config.num_tiles_q == 1):
+            self.signals.wait(pipes, Signal.MAX, c.buffer ^ 1, phases.maximum)
+            before = c.running[row, c.buffer ^ 1]
+        new_max, o_scale = softmax.raise_row(before, block_max, scale_log2, threshold)
+        sum_scale = o_scale
+        if const_expr(self.config.num_tiles_q == 1):
+            sum_scale = softmax.rise_factor(c.row_max[0], new_max, scale_log2)
+        c.row_sum[0] = c.row_sum[0] * sum_scale
+        c.row_max[0] = new_max
+        self.pass_maximum_on(c, pipes)
+        c.factors[row] = o_scale
         self.signals.arrive(pipes, Signal.SCALE, c.buffer, Role.SOFTMAX)
+
+    @cute.jit
+    def pass_maximum_on(self, c: Consumer, pipes: Pipes):
+        """Tell the other warpgroup, where it has the next block, the running maximum."""
+        if const_expr(self.config.num_tiles_q == 1):
+            c.running[fresh_thread_idx() % THREADS_PER_WARPGROUP, c.buffer] = c.row_max[0]
+            self.signals.arrive(pipes, Signal.MAX, c.buffer, Role.SOFTMAX)
 
     @cute.jit
     def write_weights(self, p: ForwardParams, c: Consumer, pipes: Pipes, S: cute.Tensor):
@@ -289,42 +358,88 @@ class FlashAttentionForwardSm100(AttentionKernel):
         consumer = pipeline.PipelineUserType.Consumer
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         v_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
-        scale_phase, tile_phase = Int32(0), Int32(0)
-        num_tiles_q = self.config.num_tiles_q
-        lanes = self.lanes()
+        phases = CorrectionPhases(Int32(0), Int32(0), Int32(0))
         c = Finished(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32))
+        output = self.memory.output(tmem, 0) + self.lanes()
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
             num_blocks = self.num_blocks(work)
             self.clear_tail(smem, pipes, v_state, work, work.blocks.end - 1)
-            for i in cutlass.range_constexpr(num_tiles_q):
-                self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
-            for _ in cutlass.range(num_blocks - 1, unroll=1):
-                for i in cutlass.range_constexpr(num_tiles_q):
-                    self.signals.wait(pipes, Signal.SCALE, i, scale_phase)
-                    row = fresh_thread_idx() % THREADS_PER_WARPGROUP
-                    self.rescale(self.memory.output(tmem, i) + lanes, smem.factors[row, i])
-                    self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
-                scale_phase ^= 1
             if const_expr(self.spec.is_ragged_k):
                 for _ in cutlass.range(num_blocks, unroll=1):
                     v_state.advance()
+            if const_expr(self.config.num_tiles_q == 2):
+                phases = self.correct_halves(smem, pipes, output, phases, num_blocks)
+            else:
+                phases = self.correct_in_turns(smem, pipes, output, phases, num_blocks)
             # Read anew: the tile's place then occupies no registers during the loop.
             work = self.receive(p, smem, tile_state.index)
-            for i in cutlass.range_constexpr(num_tiles_q):
-                self.signals.wait(pipes, Signal.STATS, i, tile_phase)
-                row = fresh_thread_idx() % THREADS_PER_WARPGROUP
-                c.row_sum[0], c.row_max[0] = smem.sums[row, i], smem.maxima[row, i]
-                self.signals.arrive(pipes, Signal.STATS_FREE, i, Role.CORRECTION)
-                self.signals.wait(pipes, Signal.O, i, tile_phase)
-                self.store_tile(p, c, work, self.memory.output(tmem, i) + lanes, i)
-            tile_phase ^= 1
+            if const_expr(self.config.num_tiles_q == 2):
+                for i in cutlass.range_constexpr(BUFFERS):
+                    c.row_sum[0], c.row_max[0] = self.take_stats(smem, pipes, i, phases.tile)
+                    self.signals.wait(pipes, Signal.O, i, phases.output)
+                    self.store_tile(p, c, work, output + i * self.spec.tile_dv, i)
+            else:
+                self.join_stats(p, c, smem, pipes, phases.tile)
+                self.signals.wait(pipes, Signal.O, 0, phases.output)
+                self.store_tile(p, c, work, output, 0)
+            phases = CorrectionPhases(phases.scale, phases.output ^ 1, phases.tile ^ 1)
             self.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]
+
+    @cute.jit
+    def correct_halves(self, smem, pipes: Pipes, output: Int32, phases, num_blocks: Int32):
+        """Rescale both O of a tile before the products that need it; returns the next phases."""
+        for i in cutlass.range_constexpr(BUFFERS):
+            self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
+        scale_phase = phases.scale
+        for _ in cutlass.range(num_blocks - 1, unroll=1):
+            for i in cutlass.range_constexpr(BUFFERS):
+                self.signals.wait(pipes, Signal.SCALE, i, scale_phase)
+                row = fresh_thread_idx() % THREADS_PER_WARPGROUP
+                self.rescale(output + i * self.spec.tile_dv, smem.factors[row, i])
+                self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
+            scale_phase ^= 1
+        return CorrectionPhases(scale_phase, phases.output, phases.tile)
+
+    @cute.jit
+    def correct_in_turns(self, smem, pipes: Pipes, output: Int32, phases, num_blocks: Int32):
+        """`correct_halves` of a tile of 128 queries, whose blocks alternate between the buffers."""
+        self.signals.arrive(pipes, Signal.P, 0, Role.CORRECTION)
+        scale_phases, output_phase = phases.scale, phases.output
+        for j in cutlass.range(1, num_blocks, unroll=1):
+            buffer = j & 1
+            self.signals.wait(pipes, Signal.SCALE, buffer, scale_phases >> buffer & 1)
+            scale_phases ^= 1 << buffer
+            factor = smem.factors[fresh_thread_idx() % THREADS_PER_WARPGROUP, buffer]
+            self.signals.wait(pipes, Signal.O, 0, output_phase)  # of the block before
+            output_phase ^= 1
+            self.rescale(output, factor)
+            self.signals.arrive(pipes, Signal.P, buffer, Role.CORRECTION)
+        return CorrectionPhases(scale_phases, output_phase, phases.tile)
+
+    @cute.jit
+    def take_stats(self, smem: SharedTensors, pipes: Pipes, buffer: int, phase: Int32):
+        """(sum, maximum) of this thread's row in a buffer, when its tile is done."""
+        self.signals.wait(pipes, Signal.STATS, buffer, phase)
+        row = fresh_thread_idx() % THREADS_PER_WARPGROUP
+        row_sum, row_max = smem.sums[row, buffer], smem.maxima[row, buffer]
+        self.signals.arrive(pipes, Signal.STATS_FREE, buffer, Role.CORRECTION)
+        return row_sum, row_max
+
+    @cute.jit
+    def join_stats(self, p: ForwardParams, c: Finished, smem: SharedTensors, pipes: Pipes, phase):
+        """Sum and maximum of a row whose blocks both buffers had; the larger maximum is O's."""
+        sum_0, max_0 = self.take_stats(smem, pipes, 0, phase)
+        sum_1, max_1 = self.take_stats(smem, pipes, 1, phase)
+        row_max, scale_log2 = cute.arch.fmax(max_0, max_1), self.scale_log2(p)
+        total = sum_0 * softmax.rise_factor(max_0, row_max, scale_log2)
+        total = total + sum_1 * softmax.rise_factor(max_1, row_max, scale_log2)
+        c.row_sum[0], c.row_max[0] = total, row_max
 
     @cute.jit
     def rescale(self, output: Int32, factor: Float32):

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, const_expr, pipeline
 
 from flash_cute.device.announce import TILE_STAGES
 from flash_cute.sm100 import tensor_memory
 from flash_cute.sm100.config import ROWS, ForwardConfigSm100
 from flash_cute.sm100.params import ForwardParams
-from flash_cute.sm100.pipes import Pipes, SharedTensors, Signal
+from flash_cute.sm100.pipes import BUFFERS, Pipes, SharedTensors, Signal
 from flash_cute.sm100.tensor_memory import MMA_DEPTH, SmemOperand
 from flash_cute.specialization import ForwardSpecialization
 
@@ -74,7 +74,7 @@ class MmaWarp:
         k_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
         v_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
-        p_phase = Int32(0)
+        p_phases = Int32(0)
         o = self.operands(smem, tmem)
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
@@ -83,37 +83,84 @@ class MmaWarp:
             self.kernel.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.q.consumer_wait(q_state)
-            pipes.k.consumer_wait(k_state)
-            for i in cutlass.range_constexpr(self.config.num_tiles_q):
-                self.multiply_keys(o, i, k_state.index)
-                self.signals.commit(pipes, Signal.S, i, o.is_issuer)
-            self.release(pipes.k, k_state, o)
-            k_state.advance()
-            for j in cutlass.range(num_blocks - 1, unroll=1):
-                pipes.k.consumer_wait(k_state)
-                pipes.v.consumer_wait(v_state)
-                for i in cutlass.range_constexpr(self.config.num_tiles_q):
-                    self.signals.wait(pipes, Signal.P, i, p_phase)
-                    self.multiply_values(o, i, v_state.index, j > 0)
-                    self.multiply_keys(o, i, k_state.index)
-                    self.signals.commit(pipes, Signal.S, i, o.is_issuer)
-                self.release(pipes.k, k_state, o)
-                self.release(pipes.v, v_state, o)
-                k_state.advance()
-                v_state.advance()
-                p_phase ^= 1
-            self.release(pipes.q, q_state, o)
+            kv_state = (k_state, v_state)
+            if const_expr(self.config.num_tiles_q == 2):
+                kv_state = self.multiply_halves(pipes, o, q_state, kv_state, p_phases, num_blocks)
+                p_phases ^= num_blocks & 1
+            else:
+                kv_state = self.multiply_in_turns(pipes, o, q_state, kv_state, p_phases, num_blocks)
+                p_phases ^= num_blocks + 1 >> 1 & 1 | num_blocks & 2
+            k_state, v_state = kv_state
             q_state.advance()
-            pipes.v.consumer_wait(v_state)
-            for i in cutlass.range_constexpr(self.config.num_tiles_q):
-                self.signals.wait(pipes, Signal.P, i, p_phase)
-                self.multiply_values(o, i, v_state.index, num_blocks > 1)
-                self.signals.commit(pipes, Signal.O, i, o.is_issuer)
-            self.release(pipes.v, v_state, o)
-            v_state.advance()
-            p_phase ^= 1
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]
+
+    @cute.jit
+    def multiply_halves(self, pipes: Pipes, o: Operands, q_state, kv_state, p_phase, num_blocks):
+        """A tile of two halves of queries: while one is weighed the other is multiplied.
+
+        p_phase: of P of the first block; returns the advanced states
+        """
+        k_state, v_state = kv_state
+        pipes.k.consumer_wait(k_state)
+        for i in cutlass.range_constexpr(BUFFERS):
+            self.multiply_keys(o, i, i, k_state.index)
+            self.signals.commit(pipes, Signal.S, i, o.is_issuer)
+        self.release(pipes.k, k_state, o)
+        k_state.advance()
+        for j in cutlass.range(num_blocks - 1, unroll=1):
+            pipes.k.consumer_wait(k_state)
+            pipes.v.consumer_wait(v_state)
+            for i in cutlass.range_constexpr(BUFFERS):
+                self.signals.wait(pipes, Signal.P, i, p_phase)
+                self.multiply_values(o, i, i, v_state.index, j > 0)
+                self.multiply_keys(o, i, i, k_state.index)
+                self.signals.commit(pipes, Signal.S, i, o.is_issuer)
+            self.release(pipes.k, k_state, o)
+            self.release(pipes.v, v_state, o)
+            k_state.advance()
+            v_state.advance()
+            p_phase ^= 1
+        self.release(pipes.q, q_state, o)
+        pipes.v.consumer_wait(v_state)
+        for i in cutlass.range_constexpr(BUFFERS):
+            self.signals.wait(pipes, Signal.P, i, p_phase)
+            self.multiply_values(o, i, i, v_state.index, num_blocks > 1)
+            self.signals.commit(pipes, Signal.O, i, o.is_issuer)
+        self.release(pipes.v, v_state, o)
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def multiply_in_turns(self, pipes: Pipes, o: Operands, q_state, kv_state, p_phases, num_blocks):
+        """A tile of 128 queries: while a block is weighed the one before and after are multiplied.
+
+        p_phases: of P of the first block in each buffer, a bit each; returns the advanced states
+        """
+        k_state, v_state = kv_state
+        for j in cutlass.range(cutlass.min(num_blocks, BUFFERS), unroll=1):
+            pipes.k.consumer_wait(k_state)
+            self.multiply_keys(o, 0, j, k_state.index)
+            self.signals.commit(pipes, Signal.S, j, o.is_issuer)
+            self.release(pipes.k, k_state, o)
+            k_state.advance()
+        for j in cutlass.range(num_blocks, unroll=1):
+            buffer = j & 1
+            pipes.v.consumer_wait(v_state)
+            self.signals.wait(pipes, Signal.P, buffer, p_phases >> buffer & 1)
+            p_phases ^= 1 << buffer
+            self.multiply_values(o, 0, buffer, v_state.index, j > 0)
+            self.signals.commit(pipes, Signal.O, 0, o.is_issuer)
+            self.release(pipes.v, v_state, o)
+            v_state.advance()
+            if j + BUFFERS < num_blocks:
+                pipes.k.consumer_wait(k_state)
+                self.multiply_keys(o, 0, buffer, k_state.index)
+                self.signals.commit(pipes, Signal.S, buffer, o.is_issuer)
+                self.release(pipes.k, k_state, o)
+                k_state.advance()
+        self.release(pipes.q, q_state, o)
+        return k_state, v_state
 
     def operands(self, smem: SharedTensors, tmem: Int32) -> Operands:
         """The operands of this CTA."""
@@ -133,17 +180,17 @@ class MmaWarp:
         """Free a stage when the products that were issued are done."""
         tensor_memory.commit(pipe.consumer_get_barrier(state), o.is_issuer)
 
-    def multiply_keys(self, o: Operands, i: int, stage: Int32):
-        """S = Q K^T of a tile of queries."""
-        acc, k_stage = self.memory.scores(o.tmem, i), o.k + stage * (self.k.tile_bytes >> 4)
+    def multiply_keys(self, o: Operands, i: int, buffer, stage: Int32):
+        """S = Q K^T of 128 queries, the i-th of the tile."""
+        acc, k_stage = self.memory.scores(o.tmem, buffer), o.k + stage * (self.k.tile_bytes >> 4)
         for k in range(self.spec.tile_d // MMA_DEPTH):
             a = (o.q[i] + (self.q.along_dim(k) >> 4), self.q.upper)
             b = (k_stage + (self.k.along_dim(k) >> 4), self.k.upper)
             tensor_memory.multiply(acc, a, b, self.kind_qk, int(k > 0), o.is_issuer)
 
-    def multiply_values(self, o: Operands, i: int, stage: Int32, is_added):
-        """O (+)= P V of a tile of queries."""
-        acc, weights = self.memory.output(o.tmem, i), self.memory.scores(o.tmem, i)
+    def multiply_values(self, o: Operands, i: int, buffer, stage: Int32, is_added):
+        """O (+)= P V of 128 queries, the i-th of the tile."""
+        acc, weights = self.memory.output(o.tmem, i), self.memory.scores(o.tmem, buffer)
         v_stage = o.v + stage * (self.v.tile_bytes >> 4)
         for k in range(self.config.tile_n // MMA_DEPTH):
             b = (v_stage + (self.v.along_rows(k) >> 4), self.v.upper)

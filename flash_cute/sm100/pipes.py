@@ -5,16 +5,21 @@ Pipelines (full = bytes landed, empty = arrivals):
     k, v  num_stages   load -> mma   empty: the commit after the last product with the stage
     tile  2 stages     load -> all   full: one arrival; empty: one arrival per warp that reads it
 
-Signals, two of each, one for each buffer of scores; `ARRIVALS` has who arrives how often. None is
-ahead of who waits for it by more than one phase:
-    S           a block of scores is done. The next one is not issued before P of this one.
+Signals, two of each, one for each buffer of scores; `arrivals` has who arrives how often. The
+buffers belong to the two halves of the queries or, where a tile has but 128 queries, to every other
+block of keys, in the order of visits. Whoever waits sees every phase: none is two ahead, since
+    S           a block of scores is done: the next one is not issued before P of this one.
     P           P is there, and O is rescaled for it (or, for a tile's first block, is read out).
-                O is rescaled when S of the block is done, and with it the product before.
-    O           a tile's output is done. The next one waits for P, which waits for who reads this.
-    SCALE       the factor of the next rescaling is there. The next one comes after S, which waits
+                O is rescaled when S of the block, or O of the one before, is done.
+    O           a tile's output is done, or, with 128 queries, a block's part of it: the next one
+                waits for P, which waits for who reads this. In that case only the first is used.
+    SCALE       the factor of the next rescaling is there: the next one comes after S, which waits
                 for P, which waits for who reads this.
     STATS       sums and maxima of a tile are there.
     STATS_FREE  they have been read.
+    MAX         with 128 queries, the running maximum of a block is there for the next block, which
+                the other buffer has: the next one comes after that block's. The last one of a tile
+                is not waited for, but is there before S of the next tile.
 """
 
 import enum
@@ -50,6 +55,7 @@ class Signal(enum.IntEnum):
     SCALE = 3
     STATS = 4
     STATS_FREE = 5
+    MAX = 6
 
 
 ARRIVALS = {
@@ -59,7 +65,18 @@ ARRIVALS = {
     Signal.SCALE: {Role.SOFTMAX: WARPS_PER_WARPGROUP},
     Signal.STATS: {Role.SOFTMAX: WARPS_PER_WARPGROUP},
     Signal.STATS_FREE: {Role.CORRECTION: WARPS_PER_WARPGROUP},
+    Signal.MAX: {Role.SOFTMAX: WARPS_PER_WARPGROUP},
 }
+
+
+def arrivals(num_tiles_q: int) -> dict[Signal, dict[Role, int]]:
+    """Who arrives at each signal how often a phase."""
+    counts = {**ARRIVALS}
+    if num_tiles_q == 2:
+        del counts[Signal.MAX]
+    return counts
+
+
 # Two warpgroups of softmax, the correction, and the warp that multiplies.
 TILE_READERS = 3 * WARPS_PER_WARPGROUP + 1
 
@@ -84,6 +101,7 @@ class SharedTensors(NamedTuple):
     factors: cute.Tensor  # (rows, buffer) f32: of the next rescaling
     sums: cute.Tensor  # (rows, buffer) f32: of a tile, as maxima
     maxima: cute.Tensor
+    running: cute.Tensor  # (rows, buffer) f32: maximum so far, for the next block
     tmem: cute.Tensor  # (1,) int32: address of the tensor memory
 
 
@@ -108,6 +126,7 @@ class Exchange(TileExchange):
             factors: cute.struct.MemRange[Float32, ROWS * BUFFERS]
             sums: cute.struct.MemRange[Float32, ROWS * BUFFERS]
             maxima: cute.struct.MemRange[Float32, ROWS * BUFFERS]
+            running: cute.struct.MemRange[Float32, ROWS * BUFFERS]
             sQ: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(p.q.layout)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(p.k.layout)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(p.v.layout)], 1024]
@@ -125,6 +144,7 @@ class Exchange(TileExchange):
             storage.factors.get_tensor(rows),
             storage.sums.get_tensor(rows),
             storage.maxima.get_tensor(rows),
+            storage.running.get_tensor(rows),
             storage.tmem.get_tensor(cute.make_layout(1)),
         )
 
@@ -174,11 +194,11 @@ class Exchange(TileExchange):
 class Signals:
     """Waits and arrivals at signals, noted while they are traced.
 
-    Contract: after tracing `check_sites` says whether all that `ARRIVALS` counts on is there.
+    Contract: after tracing `check_sites` says whether all that `arrivals` counts on is there.
     """
 
-    def __init__(self):
-        self.sites: set = set()
+    def __init__(self, num_tiles_q: int):
+        self.counts, self.sites = arrivals(num_tiles_q), set()
 
     def barrier(self, pipes: Pipes, signal: Signal, buffer) -> cute.Pointer:
         """The barrier of a signal of a buffer."""
@@ -193,7 +213,7 @@ class Signals:
     @cute.jit
     def arrive(self, pipes: Pipes, signal: cutlass.Constexpr, buffer, role: cutlass.Constexpr):
         """Arrive at a signal for this warp, after what all its threads have done."""
-        assert role in ARRIVALS[signal], f"{role} does not arrive at {signal}"
+        assert role in self.counts[signal], f"{role} does not arrive at {signal}"
         self.sites.add((signal, role))
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
@@ -201,12 +221,12 @@ class Signals:
 
     def commit(self, pipes: Pipes, signal: Signal, buffer, is_issuer: Int32):
         """Arrive at a signal when all products that were issued are done."""
-        assert Role.MMA in ARRIVALS[signal], f"no product is counted by {signal}"
+        assert Role.MMA in self.counts[signal], f"no product is counted by {signal}"
         self.sites.add((signal, Role.MMA))
         tensor_memory.commit(self.barrier(pipes, signal, buffer), is_issuer)
 
     def check_sites(self):
         """Every signal is waited for, and every role that it counts on arrives somewhere."""
-        needed = {(signal, role) for signal, roles in ARRIVALS.items() for role in roles}
-        needed |= {(signal, None) for signal in ARRIVALS}
+        needed = {(signal, role) for signal, roles in self.counts.items() for role in roles}
+        needed |= {(signal, None) for signal in self.counts}
         assert self.sites == needed, f"signals: {needed ^ self.sites}"
