@@ -35,8 +35,8 @@ class ForwardConfigSm100(TileOfHeads):
     tile_n: int = 128
     num_stages: int = 2
     num_polynomial: int = 4
-    regs_softmax: int = 192
-    regs_correction: int = 80
+    regs_softmax: int = 200
+    regs_correction: int = 64
     regs_other: int = 48  # of the warps that load and multiply
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
     is_persistent: ClassVar[bool] = True  # CTAs take further tiles from a counter
@@ -123,7 +123,5 @@ def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfi
         config = replace(config, tile_m=ROWS)
     if spec.modifies_scores or spec.mask_mod is not None:
         config = replace(config, num_polynomial=0)  # the FMA units have enough to do
-    if spec.has_window_left or spec.has_chunk:
-        config = replace(config, regs_softmax=200, regs_correction=72, regs_other=40)
     fitting = (replace(config, num_stages=n) for n in (4, 3, 2))
     return next((c for c in fitting if c.smem_bytes(spec) <= SMEM_BYTES), config)

@@ -37,10 +37,10 @@ from cutlass.memory import SmemAllocator
 from flash_cute.device import softmax
 from flash_cute.device.announce import TILE_STAGES
 from flash_cute.device.forward import AttentionKernel, Work
-from flash_cute.device.load import LoadWarp
 from flash_cute.device.primitives import fresh_thread_idx, pack_halves, zero_rows
 from flash_cute.sm100 import tensor_memory
 from flash_cute.sm100.config import ROWS, THREADS_PER_WARPGROUP, ForwardConfigSm100
+from flash_cute.sm100.load import LoadWarpSm100
 from flash_cute.sm100.mma import MmaWarp, TensorMemory
 from flash_cute.sm100.params import ForwardParams, LaunchDescriptionSm100
 from flash_cute.sm100.pipes import (
@@ -59,7 +59,7 @@ from flash_cute.specialization import ForwardSpecialization
 CORRECTION_WARP = 2 * WARPS_PER_WARPGROUP  # the first one, as the others
 MMA_WARP = 3 * WARPS_PER_WARPGROUP
 LOAD_WARP = MMA_WARP + 1
-COLUMNS = 32  # of O that the correction holds at a time
+COLUMNS = 16  # of O that the correction holds at a time
 WORDS = 16  # of P that are stored at a time
 
 
@@ -116,7 +116,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm100):
         super().__init__(spec, config, LaunchDescriptionSm100(spec, config))
         self.exchange = Exchange(spec, config, self.dtype)
-        self.loader = LoadWarp(self.exchange, self.mask)
+        self.loader = LoadWarpSm100(self.exchange, self.mask)
         self.signals, self.memory = Signals(config.num_tiles_q), TensorMemory(spec, config)
         self.mma = MmaWarp(self)
 

@@ -123,12 +123,12 @@ def commit(barrier, is_issuer: Int32):
 
 
 def load(address: Int32, num: int) -> list:
-    """`num` columns of this thread's lane, a multiple of 32; the whole warp takes part."""
-    loads = []
-    for i in range(0, num, LOADED):
-        registers = ", ".join(f"{{$w{j}}}" for j in range(i, i + LOADED))
+    """`num` columns of this thread's lane, 16 or a multiple of 32; the whole warp takes part."""
+    loads, at_once = [], min(num, LOADED)
+    for i in range(0, num, at_once):
+        registers = ", ".join(f"{{$w{j}}}" for j in range(i, i + at_once))
         loads.append(
-            f"tcgen05.ld.sync.aligned.32x32b.x{LOADED}.b32 {{{registers}}}, [{{$r0}} + {i}];"
+            f"tcgen05.ld.sync.aligned.32x32b.x{at_once}.b32 {{{registers}}}, [{{$r0}} + {i}];"
         )
     return list(
         cute.arch.inline_ptx(
