@@ -112,6 +112,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
     label = "flash_fwd_sm100"
     rows_per_thread = 1
     lanes_per_row = 1
+    waits_by_itself = True
 
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm100):
         super().__init__(spec, config, LaunchDescriptionSm100(spec, config))
@@ -143,6 +144,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
         tensor_memory.order_before()
         cute.arch.sync_threads()
         tensor_memory.order_after()
+        self.await_kernel_before()
         tmem = smem.tmem[0]
         if warp < CORRECTION_WARP:
             cute.arch.setmaxregister_increase(self.config.regs_softmax)
