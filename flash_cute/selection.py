@@ -22,12 +22,13 @@ from flash_cute.features import Feature
 from flash_cute.problem import AttentionProblem, Support
 from flash_cute.sm80 import config as sm80
 from flash_cute.sm90 import config as sm90
+from flash_cute.sm100 import config as sm100
 from flash_cute.specialization import LONG_SEQLEN, ForwardSpecialization, TileFacts
 from flash_cute.subclassing import build, lacked_features
 from flash_cute.target import Target
 from flash_cute.variant import CallbackKey
 
-Config = sm80.ForwardConfigSm80 | sm90.ConfigSm90
+Config = sm80.ForwardConfigSm80 | sm90.ConfigSm90 | sm100.ForwardConfigSm100
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SINK_DTYPE_NAMES = {**DTYPE_NAMES, torch.float32: "fp32"}
@@ -198,7 +199,16 @@ SM80 = Declaration(
     leaves_sms=False,
 )
 
-ALL_KERNELS = (SM90, SM90_MLA, SM80)
+SM100 = Declaration(
+    kernel="FlashAttentionForwardSm100",
+    module="flash_cute.sm100.fwd",
+    archs=("sm_100a", "sm_103a"),
+    features=_ON_SM90 | {Feature.SCORE_MOD, Feature.MASK_MOD},
+    choose_config=sm100.choose_config,
+    gathers_keys=False,
+)
+
+ALL_KERNELS = (SM90, SM90_MLA, SM80, SM100)
 KERNELS = (SM90, SM90_MLA, SM80)  # those whose tests have passed on a GPU
 
 

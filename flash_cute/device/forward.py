@@ -55,6 +55,7 @@ class AttentionKernel:
 
     label: ClassVar[str]  # of the kernel's name
     rows_per_thread: int
+    lanes_per_row: ClassVar[int] = 4  # threads that share a row of the accumulators
     lacks: ClassVar[frozenset[Feature]] = frozenset()
     waits_by_itself: ClassVar[bool] = False  # split keys: see `await_kernel_before`
 
@@ -84,6 +85,7 @@ class AttentionKernel:
             has_window_right=spec.has_window_right,
             has_chunk=spec.has_chunk,
             tile_n=config.tile_n,
+            column_offset=self.column_offset,
         )
 
     # ---------------------------------------------------------------- host
@@ -130,6 +132,11 @@ class AttentionKernel:
             part = (tile.split, tile.num_splits, p.split_blocks)
             blocks, is_empty = self.mask.split_range(blocks, *part)
         return blocks, is_empty
+
+    @staticmethod
+    def column_offset(i: int) -> int:
+        """Columns between a thread's first score and its i-th."""
+        return column_offset(i)
 
     def first_column(self, c) -> Int32 | int:
         """The first column of O in this thread's warpgroup."""
@@ -268,7 +275,7 @@ class AttentionKernel:
             h, q_idx = rows.heads[r], cutlass.min(rows.q_idx[r], last_q)
             for i in range(0, cute.size(S, mode=[1]), callback.key.width):
                 columns = range(i, i + callback.key.width)
-                kv_idx = [(first_col, column_offset(c)) for c in columns]
+                kv_idx = [(first_col, self.column_offset(c)) for c in columns]
                 if is_edge:
                     kv_idx = [cutlass.min(col + offset, last_k) for col, offset in kv_idx]
                 yield [(r, c) for c in columns], (work.tile.batch, h, q_idx, kv_idx)
@@ -297,7 +304,9 @@ class AttentionKernel:
                 sinks_log2 = tuple(
                     cutlass.select_(is_first, sink, -Float32.inf) for sink in sinks_log2
                 )
-        softmax.finalize(c.row_max, c.row_sum, factor, lse, self.scale_log2(p), sinks_log2)
+        state, scale_log2 = (c.row_max, c.row_sum), self.scale_log2(p)
+        lanes = self.lanes_per_row
+        softmax.finalize(*state, factor, lse, scale_log2, sinks_log2, lanes)
 
     @cute.jit
     def round_weights(self, weights, rP):
@@ -311,25 +320,43 @@ class AttentionKernel:
     @cute.jit
     def store(self, p, c, work: Work):
         """Close the rows, scale them and write this warpgroup's columns of the tile."""
+        rows, factor = self.store_lse(p, c, work, self.place(fresh_thread_idx())[0])
+        O = as_rows_cols(c.acc_O)
+        softmax.scale_rows(O, factor)
+        self.store_columns(p, O, rows, work, self.first_column(c))
+
+    @cute.jit
+    def store_lse(self, p, c, work: Work, first_row: Int32):
+        """Close the rows and write their lse; returns them and what O must be multiplied by."""
         tile, seqlen = work.tile, work.seqlen
-        thread = fresh_thread_idx()
-        lane = thread % 32
-        rows = p.packing.rows(tile, self.place(thread)[0], self.rows_per_thread, seqlen.seqlen_q)
+        rows = p.packing.rows(tile, first_row, self.rows_per_thread, seqlen.seqlen_q)
         factor = cute.make_rmem_tensor(self.rows_per_thread, Float32)
         lse = cute.make_rmem_tensor(self.rows_per_thread, Float32)
         self.close_rows(p, c, work, rows, factor, lse)
-        batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
-        if const_expr(self.spec.is_split):
-            batch += tile.split * (1 if self.spec.is_packed_q else p.sequences.batch)
         if const_expr(self.spec.has_lse):
-            mLSE = cute.domain_offset((seqlen.offset_q, 0), p.mLSE[None, None, batch])
-            epilogue.store_lse(lse, mLSE, rows, lane, seqlen.seqlen_q)
-        O = as_rows_cols(c.acc_O)
-        softmax.scale_rows(O, factor)
-        first_col = self.first_column(c)
-        mO = cute.domain_offset((seqlen.offset_q, first_col, 0), p.mO[None, None, None, batch])
+            mLSE = p.mLSE[None, None, self.batch_of(p, tile)]
+            mLSE = cute.domain_offset((seqlen.offset_q, 0), mLSE)
+            lane = fresh_thread_idx() % 32
+            epilogue.store_lse(lse, mLSE, rows, lane, seqlen.seqlen_q, self.lanes_per_row)
+        return rows, factor
+
+    def batch_of(self, p, tile: Tile):
+        """The batch of a tile's results, of which a split has its own."""
+        batch = 0 if self.spec.is_packed_q else tile.batch
+        if self.spec.is_split:
+            batch += tile.split * (1 if self.spec.is_packed_q else p.sequences.batch)
+        return batch
+
+    @cute.jit
+    def store_columns(self, p, O: cute.Tensor, rows: Rows, work: Work, first_col: Int32 | int):
+        """Write columns of finished rows, as ``as_rows_cols`` views them, from first_col on."""
+        seqlen, lane = work.seqlen, fresh_thread_idx() % 32
+        mO = p.mO[None, None, None, self.batch_of(p, work.tile)]
+        mO = cute.domain_offset((seqlen.offset_q, first_col, 0), mO)
         num_cols = p.head_dim_v - first_col
-        if const_expr(self.spec.is_split):
+        if const_expr(self.lanes_per_row == 1):
+            epilogue.store_row(O, mO, rows, seqlen.seqlen_q, num_cols)
+        elif const_expr(self.spec.is_split):
             epilogue.store_floats(O, mO, rows, lane, seqlen.seqlen_q, num_cols)
         else:
             epilogue.store_output(O, mO, rows, lane, seqlen.seqlen_q, num_cols)

@@ -49,6 +49,7 @@ class AttentionMask:
     has_window_right: bool
     has_chunk: bool
     tile_n: int
+    column_offset: typing.Callable[[int], int] = column_offset  # of a thread's scores
 
     @property
     def has_end(self) -> bool:
@@ -157,9 +158,9 @@ class AttentionMask:
             if const_expr(self.has_begin):
                 num_hidden = self.begin_of(q_idx[r], seqlen, bounds) - first_col
             for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                is_visible = num_visible > column_offset(i)
+                is_visible = num_visible > self.column_offset(i)
                 if const_expr(self.has_begin):
-                    is_visible = is_visible & (num_hidden <= column_offset(i))
+                    is_visible = is_visible & (num_hidden <= self.column_offset(i))
                 scores[r, i] = cutlass.select_(is_visible, scores[r, i], -Float32.inf)
 
 

@@ -5,6 +5,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 
+ELEMENTS_PER_RUN = 8  # 16 bytes of shared memory
+
 
 def fresh_thread_idx() -> Int32:
     """The thread's index in the CTA, read anew: what is derived from it is not kept in registers.
@@ -172,3 +174,23 @@ def arrive_if(barrier: Int32):
         cute.arch.inline_ptx(
             "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier]
         )
+
+
+@cute.jit
+def zero_rows(sX: cute.Tensor, first_row: Int32, num_threads: cutlass.Constexpr[int]):
+    """Zero the last rows of a (rows, dim) tile of shared memory, from first_row on.
+
+    Args:
+        num_threads: aligned threads that do it together; products that are issued after a barrier
+            of theirs see it.
+    """
+    num_rows, dim = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
+    runs = dim // ELEMENTS_PER_RUN
+    thread = cute.arch.thread_idx()[0] % num_threads
+    zeros = cute.make_rmem_tensor(ELEMENTS_PER_RUN, sX.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(first_row * runs + thread, num_rows * runs, num_threads):
+        row = i // runs
+        run = cute.local_tile(sX, (1, ELEMENTS_PER_RUN), (row, i - row * runs))
+        cute.autovec_copy(zeros, run[0, None])
+    cute.arch.fence_view_async_shared()

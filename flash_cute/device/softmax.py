@@ -56,16 +56,20 @@ def raise_maximum(
 ):
     """The first half of `softmax_step`: maxima, and sums rescaled by o_scale; scores stay."""
     for r in cutlass.range_constexpr(cute.size(row_max)):
-        old_max = row_max[r]
         block_max = quad_max(reduce_in_chains(row_values(scores, r), cute.arch.fmax))
-        new_max = cute.arch.fmax(old_max, block_max)
-        safe_max = finite_or_zero(new_max)
-        # Not `rise > threshold`: a row that has seen no key has old_max -inf, or rise NaN.
-        is_kept = (safe_max - old_max) * scale_log2 <= rescale_threshold
-        factor = exp2((old_max - safe_max) * scale_log2)
-        o_scale[r] = cutlass.select_(is_kept, Float32(1.0), factor)
-        row_max[r] = cutlass.select_(is_kept, old_max, new_max)
+        row_max[r], o_scale[r] = raise_row(row_max[r], block_max, scale_log2, rescale_threshold)
         row_sum[r] = row_sum[r] * o_scale[r]
+
+
+def raise_row(old_max: Float32, block_max: Float32, scale_log2: Float32, threshold: float):
+    """(new running maximum, what O must be multiplied by) of a row; kept where it rises little."""
+    new_max = cute.arch.fmax(old_max, block_max)
+    safe_max = finite_or_zero(new_max)
+    # Not `rise > threshold`: a row that has seen no key has old_max -inf, or rise NaN.
+    is_kept = (safe_max - old_max) * scale_log2 <= threshold
+    factor = exp2((old_max - safe_max) * scale_log2)
+    o_scale = cutlass.select_(is_kept, Float32(1.0), factor)
+    return cutlass.select_(is_kept, old_max, new_max), o_scale
 
 
 @cute.jit
@@ -262,17 +266,19 @@ def finalize(
     lse: cute.Tensor,
     scale_log2: Float32,
     sinks_log2: typing.Any,
+    lanes: cutlass.Constexpr[int] = 4,
 ):
     """Close the running softmax: what the output must be multiplied by, and the log-sum-exp.
 
     Units:    sinks_log2: a tuple, one more logit a row, times log2(e), or None; lse in natural log
               of the scaled scores
+            lanes: threads that share a row, 4 or 1
     Contract: call once per tile, after the last step; a row without a visible key gets factor 0
               and lse -inf (the sink, where there is one). The maximum is scaled exactly as in
               `softmax_step`, so its rounding cancels.
     """
     for r in cutlass.range_constexpr(cute.size(row_max)):
-        total = quad_sum(row_sum[r])
+        total = quad_sum(row_sum[r]) if const_expr(lanes == 4) else row_sum[r]
         top = row_max[r] * scale_log2
         weight = Float32(1.0)
         if const_expr(sinks_log2 is not None):

@@ -10,12 +10,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from flash_cute.device.forward import AttentionKernel, Work
+from flash_cute.device.primitives import zero_rows
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP
 from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP, SharedTensors
 
 ROWS_PER_WARP = 16
 ROWS_PER_THREAD = 2  # of a 64-row wgmma accumulator
-ELEMENTS_PER_RUN = 8  # 16 bytes of shared memory
 
 
 class AttentionKernelSm90(AttentionKernel):
@@ -61,16 +61,7 @@ class AttentionKernelSm90(AttentionKernel):
     @cute.jit
     def zero_rows(self, sX: cute.Tensor, first_row: Int32):
         """Zero the last rows of a (rows, dim) tile, from first_row on; by one warpgroup."""
-        num_rows, dim = cute.size(sX, mode=[0]), cute.size(sX, mode=[1])
-        runs = dim // ELEMENTS_PER_RUN
-        thread = cute.arch.thread_idx()[0] % THREADS_PER_WARPGROUP
-        zeros = cute.make_rmem_tensor(ELEMENTS_PER_RUN, self.dtype)
-        zeros.fill(0.0)
-        for i in cutlass.range(first_row * runs + thread, num_rows * runs, THREADS_PER_WARPGROUP):
-            row = i // runs
-            run = cute.local_tile(sX, (1, ELEMENTS_PER_RUN), (row, i - row * runs))
-            cute.autovec_copy(zeros, run[0, None])
-        cute.arch.fence_view_async_shared()
+        zero_rows(sX, first_row, THREADS_PER_WARPGROUP)
 
     @cute.jit
     def issue_gemm(

@@ -27,14 +27,16 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_cute.device import softmax
+from flash_cute.device.announce import TILE_STAGES
 from flash_cute.device.forward import Work
+from flash_cute.device.load import LoadWarp
 from flash_cute.device.primitives import as_rows_cols, fresh_thread_idx
+from flash_cute.device.tma import TmaOperand
 from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
 from flash_cute.sm90.gather import GatherWarps
-from flash_cute.sm90.load import LoadWarp
-from flash_cute.sm90.params import ForwardParams, LaunchDescriptionSm90, TmaOperand
-from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
+from flash_cute.sm90.params import ForwardParams, LaunchDescriptionSm90
+from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
 from flash_cute.specialization import ForwardSpecialization
 
 ROWS_PER_WARPGROUP = 64

@@ -14,12 +14,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, pipeline
 
+from flash_cute.device.announce import TILE_STAGES
+from flash_cute.device.load import Keys, LoadWarp
 from flash_cute.device.paged_kv import unpack_place
 from flash_cute.device.primitives import arrive_if, copy_or_zero
 from flash_cute.device.tile_scheduler import Tile
-from flash_cute.sm90.load import Keys, LoadWarp
 from flash_cute.sm90.params import ForwardParams
-from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Pipes, SharedTensors
+from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP, Pipes, SharedTensors
 
 LAG = 2
 ELEMENTS = 8  # of a copy

@@ -31,6 +31,7 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_cute.device import softmax
+from flash_cute.device.announce import TILE_STAGES
 from flash_cute.device.forward import Work
 from flash_cute.device.pack_gqa import ROW_STEP
 from flash_cute.device.primitives import (
@@ -39,13 +40,13 @@ from flash_cute.device.primitives import (
     fresh_thread_idx,
     pack_halves,
 )
+from flash_cute.device.tma import TmaOperand
 from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, MlaConfigSm90
 from flash_cute.sm90.mla_load import MlaLoadWarps
 from flash_cute.sm90.mla_params import HALVES, MlaDescription, MlaParams
 from flash_cute.sm90.mla_pipes import MlaExchange, MlaPipes, MlaTensors
-from flash_cute.sm90.params import TmaOperand
-from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP
+from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP
 from flash_cute.specialization import ForwardSpecialization
 
 

@@ -9,13 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
+from flash_cute.device.announce import TILE_STAGES
+from flash_cute.device.load import Keys, LoadWarp
 from flash_cute.device.mask import AttentionMask
 from flash_cute.device.primitives import copy_or_zero, swizzle_128
 from flash_cute.device.tile_scheduler import Tile
-from flash_cute.sm90.load import Keys, LoadWarp
 from flash_cute.sm90.mla_params import HALVES, MlaParams
 from flash_cute.sm90.mla_pipes import MlaExchange, MlaPipes, MlaTensors
-from flash_cute.sm90.pipes import TILE_STAGES
 
 QUERY_WARPS = 3
 LANES = 32

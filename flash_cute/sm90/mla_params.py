@@ -12,7 +12,8 @@ from flash_cute.device.pack_gqa import HeadsFastest
 from flash_cute.device.paged_kv import PageTable
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
-from flash_cute.sm90.params import LaunchDescriptionSm90, TmaOperand
+from flash_cute.device.tma import TmaOperand
+from flash_cute.sm90.params import LaunchDescriptionSm90
 
 HALVES = 2  # of the columns of V: of a load, and of the output of a warpgroup
 

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 
+from flash_cute.device.announce import TILE_STAGES
 from flash_cute.sm90.base import ROWS_PER_THREAD
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP
 from flash_cute.sm90.mla_params import HALVES, MlaParams
-from flash_cute.sm90.pipes import TILE_STAGES, WARPS_PER_WARPGROUP, Exchange
+from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP, Exchange
 
 QUERY_THREADS = THREADS_PER_WARPGROUP - 32  # of the load warpgroup, those beside the load warp
 

@@ -4,28 +4,17 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device.block_sparsity import BlockLists
 from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
 from flash_cute.device.paged_kv import PageTable
-from flash_cute.device.params import Captured, LaunchDescription
+from flash_cute.device.params import Captured
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
-
-
-@dataclass(frozen=True)
-class TmaOperand:
-    """A tensor in device memory that TMA reads tile by tile into shared memory."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor  # (seqlen, dim, heads, batch) coordinates
-    layout: cute.ComposedLayout  # shared memory: (tile, dim, stage)
-    box: cute.Layout  # the part of it that one copy fills: (rows, dim, stage)
+from flash_cute.device.tma import TmaDescription, TmaOperand
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class ForwardParams:
     blocks: BlockLists  # None without a block mask
 
 
-class LaunchDescriptionSm90(LaunchDescription):
+class LaunchDescriptionSm90(TmaDescription):
     """Operands are rings that TMA fills; products are wgmma's."""
 
     @cute.jit
@@ -85,25 +74,6 @@ class LaunchDescriptionSm90(LaunchDescription):
             captured=captured,
             blocks=self.block_lists(args, more),
         )
-
-    def smem_layout(self, ring) -> cute.ComposedLayout:
-        """The swizzled layout of a ring of (rows, dim, stages) tiles."""
-        kind = hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, ring[1])
-        atom_layout = warpgroup.make_smem_layout_atom(kind, self.dtype)
-        return cute.tile_to_shape(atom_layout, ring, order=(0, 1, 2))
-
-    def tma_operand(self, tensor, ring, box_rows, box_dim=None) -> TmaOperand:
-        """An operand's ring of (rows, dim, stages) tiles; a TMA fills box_rows x box_dim of one."""
-        layout = self.smem_layout(ring)
-        box_dim = ring[1] if box_dim is None else box_dim
-        box = cute.composition(layout.outer, (box_rows, box_dim, ring[2]))
-        atom, coordinates = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            tensor,
-            cute.make_composed_layout(layout.inner, 0, cute.select(box, mode=[0, 1])),
-            (box_rows, box_dim),
-        )
-        return TmaOperand(atom, coordinates, layout, box)
 
     def tiled_mma(self, tile_n, a_source, b_major) -> cute.TiledMma:
         """64 rows of each warpgroup that takes part; f32 accumulators."""

@@ -8,22 +8,15 @@ Pipelines (full = bytes landed, empty = arrivals):
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, pipeline
+from cutlass import Int32, Int64, pipeline
 
-from flash_cute.device.seqlen import SeqlenInfo
-from flash_cute.device.tile_scheduler import Tile
-from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ConfigSm90
+from flash_cute.device.announce import TILE_STAGES, TileExchange
+from flash_cute.sm90.config import THREADS_PER_WARPGROUP
 from flash_cute.sm90.params import ForwardParams
-from flash_cute.specialization import ForwardSpecialization
 
 WARPS_PER_WARPGROUP = 4
 GATHER_FOLLOWERS = THREADS_PER_WARPGROUP - 32  # threads that gather keys beside the load warp
-TILE_STAGES = 2
-TILE_FIELDS = 8  # 32-bit words of a tile announcement: coordinates, lengths, a split
-SPLIT_BITS = 16  # of a part's number; the number of parts is above
-SPARSE_TILE_FIELDS = 12  # and the counts of a block mask
 
 
 class Pipes(NamedTuple):
@@ -45,21 +38,8 @@ class SharedTensors(NamedTuple):
     blocks: cute.Tensor  # (num_stages,) int32: the block in each stage of K, with a block mask
 
 
-class Announcement(NamedTuple):
-    """A tile as the load warp announces it."""
-
-    tile: Tile
-    seqlen: SeqlenInfo
-    num_partial: Int32  # tiles of keys that a block mask lists; 0 without one
-    num_full: Int32
-
-
-class Exchange:
+class Exchange(TileExchange):
     """Lays out shared memory and opens the pipelines of one specialization with one config."""
-
-    def __init__(self, spec: ForwardSpecialization, config: ConfigSm90, dtype):
-        self.spec, self.config, self.dtype = spec, config, dtype
-        self.tile_fields = SPARSE_TILE_FIELDS if spec.has_block_mask else TILE_FIELDS
 
     def storage(self, p: ForwardParams):
         """The struct of shared memory."""
@@ -137,35 +117,3 @@ class Exchange:
                 defer_sync=True,
             ),
         )
-
-    @cute.jit
-    def announce(self, smem: SharedTensors, pipes: Pipes, state, tile: Tile, seqlen, counts):
-        """Tell the consumers the next tile; returns the advanced state."""
-        pipes.tile.producer_acquire(state)
-        if cute.arch.lane_idx() == 0:
-            slot = smem.tiles[None, state.index]
-            fields = (tile.m_block, tile.head, tile.batch)
-            fields += (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.offset_q, seqlen.offset_k)
-            fields += tuple(counts)
-            if const_expr(self.spec.is_split):
-                fields += (tile.split | tile.num_splits << SPLIT_BITS,)
-            for i in cutlass.range_constexpr(len(fields)):
-                slot[i] = fields[i]
-            pipes.tile.producer_commit(state)
-        state.advance()
-        return state
-
-    @cute.jit
-    def receive(self, smem: SharedTensors, slot: Int32) -> Announcement:
-        """What `announce` wrote into a slot of the ring."""
-        split, num_splits = Int32(0), Int32(1)
-        if const_expr(self.spec.is_split):
-            both = smem.tiles[7, slot]
-            split, num_splits = both & (1 << SPLIT_BITS) - 1, both >> SPLIT_BITS
-        coordinates = [smem.tiles[i, slot] for i in range(3)]
-        tile = Tile(*coordinates, split, num_splits)
-        seqlen = SeqlenInfo(*[smem.tiles[i, slot] for i in range(3, 7)])
-        num_partial, num_full = Int32(0), Int32(0)
-        if const_expr(self.spec.has_block_mask):
-            num_partial, num_full = smem.tiles[7, slot], smem.tiles[8, slot]
-        return Announcement(tile, seqlen, num_partial, num_full)

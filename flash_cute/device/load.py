@@ -1,4 +1,8 @@
-"""The load warp of the SM90 forward kernel: it finds tiles, announces them and issues every TMA."""
+"""The load warp: it finds tiles, announces them to the other warps and issues every TMA.
+
+The parameters, pipelines and shared memory are any with the fields that the steps here use: `q`,
+`k`, `v` and, of pipelines, `tile`.
+"""
 
 import typing
 
@@ -7,11 +11,11 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from flash_cute.device.announce import TILE_STAGES, TileExchange
 from flash_cute.device.mask import AttentionMask
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Cursor, Tile
-from flash_cute.sm90.params import ForwardParams, TmaOperand
-from flash_cute.sm90.pipes import TILE_STAGES, Exchange, Pipes, SharedTensors
+from flash_cute.device.tma import TmaOperand
 
 
 class Keys(typing.NamedTuple):
@@ -31,12 +35,12 @@ class Keys(typing.NamedTuple):
 class LoadWarp:
     """One warp; all lanes run the code, one of them issues."""
 
-    def __init__(self, exchange: Exchange, mask: AttentionMask):
+    def __init__(self, exchange: TileExchange, mask: AttentionMask):
         self.spec, self.config = exchange.spec, exchange.config
         self.exchange, self.mask = exchange, mask
 
     @cute.jit
-    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+    def run(self, p, smem, pipes):
         """All tiles of the CTA, their blocks in the order in which `mma` consumes them."""
         states = self.start_states()
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_STAGES)
@@ -64,7 +68,7 @@ class LoadWarp:
         return tuple(pipeline.make_pipeline_state(producer, n) for n in (1, num_stages, num_stages))
 
     @cute.jit
-    def fetch_tile(self, p: ForwardParams) -> Int32:
+    def fetch_tile(self, p) -> Int32:
         """Take the next tile; lane 0 gets its index.
 
         As late as the loads allow: a tile taken earlier is taken away from the CTAs that are done
@@ -76,7 +80,7 @@ class LoadWarp:
         return following
 
     @cute.jit
-    def open_lists(self, p: ForwardParams, tile: Tile):
+    def open_lists(self, p, tile: Tile):
         """The lists of the block mask for a tile, as ``BlockLists.open``; empty without one."""
         lists = ((),)
         if const_expr(self.spec.has_block_mask):
@@ -87,9 +91,9 @@ class LoadWarp:
     @cute.jit
     def load_tile(
         self,
-        p: ForwardParams,
-        smem: SharedTensors,
-        pipes: Pipes,
+        p,
+        smem,
+        pipes,
         states,
         tile: Tile,
         seqlen,
@@ -131,7 +135,7 @@ class LoadWarp:
         return (q_state, k_state, v_state), next_tile
 
     @cute.jit
-    def blocks_of(self, p: ForwardParams, tile: Tile, seqlen):
+    def blocks_of(self, p, tile: Tile, seqlen):
         """The blocks of keys of a tile."""
         blocks = self.mask.block_range(*p.packing.queries(tile), seqlen, p.bounds)
         if const_expr(self.spec.is_split):
@@ -140,7 +144,7 @@ class LoadWarp:
         return blocks
 
     @cute.jit
-    def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
+    def load_queries(self, p, smem, pipes, state, tile: Tile, seqlen):
         """Load the queries of every head of a tile; returns the advanced state."""
         batch = 0 if const_expr(self.spec.is_packed_q) else tile.batch
         positions = p.packing.positions
@@ -154,7 +158,7 @@ class LoadWarp:
         state.advance()
         return state
 
-    def find_keys(self, p: ForwardParams, smem: SharedTensors, tile: Tile, seqlen) -> Keys:
+    def find_keys(self, p, smem, tile: Tile, seqlen) -> Keys:
         """Where the keys and values of a tile are; those of pages are found block by block."""
         head = p.packing.kv_head(tile)
         row = 0 if self.spec.is_packed_k else p.sequences.row_k(tile.batch)
@@ -165,7 +169,7 @@ class LoadWarp:
         v = self.partition_tma(p.v, smem.sV, origin)
         return Keys(k, v, head, row, seqlen)
 
-    def page_of(self, p: ForwardParams, keys: Keys, block: Int32):
+    def page_of(self, p, keys: Keys, block: Int32):
         """The page of each piece of a block, a piece for each lane; 0 where keys are not paged."""
         if not self.spec.page_rows:
             return Int32(0)
@@ -201,7 +205,7 @@ class LoadWarp:
     @cute.jit
     def load_block(
         self,
-        p: ForwardParams,
+        p,
         operand: TmaOperand,
         pipe,
         state,
@@ -237,9 +241,7 @@ class LoadWarp:
             self.copy(operand, pipe, state, from_gmem[None, block], to_smem)
 
     @cute.jit
-    def load_listed(
-        self, p: ForwardParams, smem, pipes: Pipes, state, keys: Keys, block: Int32, page: Int32
-    ):
+    def load_listed(self, p, smem, pipes, state, keys: Keys, block: Int32, page: Int32):
         """`load_block` of K that also tells the consumers, through the stage, which block it is."""
         pipes.k.sync_object_empty.wait(state.index, state.phase)
         if cute.arch.lane_idx() == 0:
