@@ -57,7 +57,7 @@ def kernel_ptx(kernel: Any, arch: str) -> str:
 def build(ptx: str, mode: Mode = PLAIN, faults: Sequence[Fault] = ()) -> Program:
     """Lower PTX for sm_100a, or take PTX for sm_90a as it is, and assemble it for Hopper.
 
-    Raises: RefusalError for what has no equivalent, with ptxas's words where it is the one to refuse.
+    Raises: RefusalError for what has no equivalent, in ptxas's words where ptxas refuses it.
     """
     for fault in faults:
         ptx = fault.plant(ptx)

@@ -87,8 +87,8 @@ def pack(record: Sequence[Field], parameters: Sequence[Parameter], encode) -> li
 
     Args:
         encode: makes the 128 bytes of a tensor map from a TmaTile.
-    Raises: RefusalError where the record and the PTX differ in number or size, or the kernel reads what
-            the record does not know; the message names the field.
+    Raises: RefusalError where the record and the PTX differ in number or size, or the kernel reads
+            what the record does not know; the message names the field.
     """
     if len(record) != len(parameters):
         names = ", ".join(field.name for field in record)

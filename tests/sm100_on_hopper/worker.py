@@ -14,10 +14,15 @@ from typing import Any
 
 CALL_SECONDS = 120.0  # with imports and compiling; launches have a time-out of their own
 START_SECONDS = 120.0
+END_SECONDS = 30.0
 
 
 class WorkerError(RuntimeError):
     """A call failed in the worker; the message has its words and what the kernel printed."""
+
+
+class WrongError(WorkerError):
+    """A function in the worker found something wrong; the worker goes on."""
 
 
 class HungError(WorkerError):
@@ -37,12 +42,18 @@ def serve(connection: Connection, log: str) -> None:
         try:
             called = getattr(importlib.import_module(module), function)
             connection.send(("value", called(*arguments, **options)))
+        except AssertionError as error:  # wrong numbers: the next call may be right
+            connection.send(("wrong", _described(error)))
         except BaseException as error:
             kind = "hung" if type(error).__name__ == "HangError" else "failed"
-            connection.send((kind, "".join(traceback.format_exception(error)[-3:])))
+            connection.send((kind, _described(error)))
             sys.stderr.flush()
             # Not the usual way out: destructors would wait for a kernel that never ends.
             os._exit(1)
+
+
+def _described(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)[-3:])
 
 
 class Worker:
@@ -65,23 +76,21 @@ class Worker:
         kind, value = self._receive(seconds)
         if kind == "value":
             return value
+        if kind == "wrong":
+            raise WrongError(value)
         self.stop()
         raise (HungError if kind == "hung" else WorkerError)(value + self._printed())
 
     def stop(self) -> None:
         """End the process, whatever it is doing."""
         if self._process is not None:
-            self._process.join(5)
-            if self._process.is_alive():
-                self._process.kill()
-                self._process.join(30)
+            self._process.kill()
+            self._process.join(END_SECONDS)
             self._connection.close()
             self._process = self._connection = None
 
     def close(self) -> None:
         """End the process and forget what it printed."""
-        if self._process is not None:
-            self._connection.close()
         self.stop()
         self._folder.cleanup()
 
