@@ -68,7 +68,7 @@ def build(ptx: str, mode: Mode = PLAIN, faults: Sequence[Fault] = ()) -> Program
         lowered = re.sub(r"^\.version .*$", version, ptx, count=1, flags=re.M)
     else:
         lowered = Lowering(mode).run(ptx)
-    uses_tensor_memory = "sm100_" in lowered.replace(entry, "")
+    uses_tensor_memory = re.search(r"\bcall sm100_|\[sm100_memory\]", lowered) is not None
     if uses_tensor_memory:
         lowered = lowering.join(lowered, device_functions(mode.lazy))
     threads = thread_count(ptx)

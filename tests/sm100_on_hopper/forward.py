@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -236,12 +237,26 @@ class ForwardRecord:
         return [*found, record.int32("sub_m", sub_m), record.int32("sub_n", sub_n)]
 
 
+@functools.cache
+def _ptx(key: Any, arch: str) -> str:
+    from flash_cute import selection
+
+    return kernel_ptx(selection.kernel_for(key), arch)
+
+
+@functools.cache
+def _program(key: Any, arch: str, mode: Mode, faults: tuple[Fault, ...]) -> Program:
+    return build(_ptx(key, arch), mode, faults)
+
+
 class HopperExecutable:
     """Called like a compiled forward kernel; launches it through the driver and waits."""
 
-    def __init__(self, kernel: Any, arch: str, mode: Mode, faults: Sequence[Fault] = ()):
-        self.kernel = kernel
-        self.program: Program = build(kernel_ptx(kernel, arch), mode, faults)
+    def __init__(self, key: Any, arch: str, mode: Mode, faults: Sequence[Fault] = ()):
+        from flash_cute import selection
+
+        self.kernel = selection.kernel_for(key)
+        self.program = _program(key, arch, mode, tuple(faults))
 
     def __call__(self, *values: Any) -> None:
         """Launch.
@@ -273,9 +288,8 @@ def substitute(
         if getattr(key, "kernel", None) != declaration.kernel:
             return before[0](key)
         if key not in built:
-            kernel = selection.kernel_for(key)
-            names.append(kernel.name)
-            built[key] = HopperExecutable(kernel, arch, mode, faults)
+            built[key] = HopperExecutable(key, arch, mode, faults)
+            names.append(built[key].kernel.name)
         return built[key]
 
     compile.executable, selection.KERNELS, launch._plans = executable, (here,), {}

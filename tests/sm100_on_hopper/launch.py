@@ -174,6 +174,7 @@ def wait(stream: int, seconds: float) -> None:
         if status == driver.CUresult.CUDA_SUCCESS:
             return
         if status != driver.CUresult.CUDA_ERROR_NOT_READY:
+            driver.cuCtxSynchronize()  # brings out what an assertion of the kernel says
             raise LaunchError(f"the kernel stopped: {status.name}")
         if time.monotonic() > deadline:
             raise HangError(f"a launch did not end in {seconds} s")

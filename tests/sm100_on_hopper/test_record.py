@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import struct
+import types
 from typing import Any
 
+import checks
 import pytest
 import torch
+import toy_gpu
+from checks import Case
 
+from flash_cute import flash_attn_func, selection
 from flash_cute.arguments import ForwardArguments
 from flash_cute.specialization import ForwardSpecialization
-from sm100_on_hopper import build, forward, matmul, record
+from sm100_on_hopper import build, forward, launch, matmul, record
 from sm100_on_hopper.build import Parameter
 from sm100_on_hopper.lowering import RefusalError
 from sm100_on_hopper.record import TENSOR_MAP_BYTES, TmaTile
@@ -130,6 +136,40 @@ def test_record_that_does_not_fit_is_refused_by_name():
     with pytest.raises(RefusalError, match="reads mma"):
         record.pack([record.unread("mma")], four, encoded)
     assert record.pack([record.unread("mma")], (Parameter(3, 1, False),), encoded) == [bytes(3)]
+
+
+class Launches:
+    """In the place of loaded programs: packs every launch, and keeps the last."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.grid = 0
+
+    def loaded(self, program: build.Program) -> Any:
+        """As launch.loaded."""
+        return types.SimpleNamespace(launch=functools.partial(self._launch, program))
+
+    def _launch(self, program: build.Program, fields: Any, grid: int, smem_bytes: int) -> None:
+        packed = record.pack(fields, program.parameters, encoded)
+        self.values = {field.name: value for field, value in zip(fields, packed, strict=True)}
+        self.grid = grid
+
+
+def test_public_calls_reach_the_launcher(tools: None, monkeypatch: pytest.MonkeyPatch):
+    toy_gpu.install(monkeypatch)
+    launches = Launches()
+    monkeypatch.setattr(launch, "loaded", launches.loaded)
+    q, k, v = (toy_gpu.on_gpu(tensor) for tensor in checks.gaussian(Case(2, 4, 2, 300, 500)))
+    with forward.substitute(selection.SM90, "sm_90a") as names:
+        for _ in range(2):
+            flash_attn_func(q, k, v, softmax_scale=0.25)
+    values = launches.values
+    assert len(names) == 1 and names[0].startswith("flash_fwd_sm90")
+    assert struct.unpack("<iiii", values["q.sizes"]) == (300, 64, 4, 2)
+    assert struct.unpack("<iiii", values["k.sizes"]) == (500, 64, 2, 2)
+    assert struct.unpack("<f", values["scale_log2"])[0] == pytest.approx(0.25 * 1.442695)
+    assert launches.grid >= 2 * 4
+    assert selection.SM90 in selection.KERNELS  # all is as before
 
 
 def test_unknown_field_is_refused_by_name():

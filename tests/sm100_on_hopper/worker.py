@@ -15,6 +15,7 @@ from typing import Any
 CALL_SECONDS = 120.0  # with imports and compiling; launches have a time-out of their own
 START_SECONDS = 120.0
 END_SECONDS = 30.0
+LOG_LENGTH = 1500  # of what the worker printed, its end
 
 
 class WorkerError(RuntimeError):
@@ -117,4 +118,4 @@ class Worker:
 
     def _printed(self) -> str:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return "\n" + "\n".join(text.splitlines()[:8])
+        return "\n" + text[-LOG_LENGTH:]
