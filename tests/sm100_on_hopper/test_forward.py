@@ -98,7 +98,7 @@ def test_sm100_delayed(sm100: Worker, dims: tuple[int, int], causal: bool):
 
 @pytest.mark.parametrize("mode", [lowering.PLAIN, lowering.LAZY], ids=str)
 @pytest.mark.parametrize(
-    ("dims", "causal"), itertools.product([(64, 64), (128, 128), (256, 256)], [False, True])
+    ("dims", "causal"), [*itertools.product([(64, 64), (128, 128), (256, 256)], [False, True])]
 )
 def test_sm100_one_cta_walks_through_all_tiles(
     sm100: Worker, dims: tuple[int, int], causal: bool, mode: Mode

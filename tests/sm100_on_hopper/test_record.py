@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import struct
 import types
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 import toy_gpu
 from checks import Case
 
-from flash_cute import flash_attn_func, selection
+from flash_cute import Target, flash_attn_func, selection
 from flash_cute.arguments import ForwardArguments
-from flash_cute.specialization import ForwardSpecialization
-from sm100_on_hopper import build, forward, launch, matmul, record
+from flash_cute.features import Feature
+from flash_cute.specialization import ForwardSpecialization, TileFacts
+from sm100_on_hopper import build, forward, launch, lowering, matmul, record
 from sm100_on_hopper.build import Parameter
-from sm100_on_hopper.lowering import RefusalError
+from sm100_on_hopper.lowering import Mode, RefusalError
 from sm100_on_hopper.record import TENSOR_MAP_BYTES, TmaTile
 
 pytestmark = pytest.mark.compile
@@ -69,30 +71,44 @@ def values(spec: ForwardSpecialization) -> list[Any]:
     return [*args, *blocks]
 
 
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_record_of_the_sm90_kernel_fits_its_ptx(features: dict[str, Any]):
-    from flash_cute.sm90.config import default_config
-    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
+def kernel_of(declared: str, features: dict[str, Any]) -> Any:
+    """A kernel object; skips what there is no kernel for."""
+    declaration = getattr(selection, declared, None)
+    if declaration is None:
+        pytest.skip(f"selection has no {declared} kernel")
+    base = {"is_causal": False, "has_lse": True}
+    spec = ForwardSpecialization("bf16", 64, 64, **{**base, **features})
+    if spec.gathers_keys and not declaration.gathers_keys:
+        pytest.skip(f"{declared} gathers no keys")
+    if spec.has_block_mask and Feature.BLOCK_SPARSITY not in declaration.features:
+        pytest.skip(f"{declared} has no block masks")
+    facts = TileFacts(512, None, None, Target.from_arch("sm_90a").smem_bytes)
+    kernel_class = getattr(importlib.import_module(declaration.module), declaration.kernel)
+    return kernel_class(spec, declaration.choose_config(spec, facts))
 
-    spec = ForwardSpecialization(
-        "bf16", 64, 64, **{"is_causal": False, "has_lse": True, **features}
-    )
-    kernel = FlashAttentionForwardSm90(spec, default_config(spec, 512))
-    parameters = build.declared_parameters(build.kernel_ptx(kernel, "sm_90a"))
-    fields = forward.ForwardRecord(kernel, values(spec)).fields()
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize(("declared", "arch"), [("SM90", "sm_90a"), ("SM100", "sm_100a")])
+def test_record_fits_the_ptx_of_a_kernel(declared: str, arch: str, features: dict[str, Any]):
+    kernel = kernel_of(declared, features)
+    parameters = build.declared_parameters(build.kernel_ptx(kernel, arch))
+    fields = forward.ForwardRecord(kernel, values(kernel.spec)).fields()
     packed = record.pack(fields, parameters, encoded)
     assert [len(value) for value in packed] == [parameter.size for parameter in parameters]
-    # A number that the kernel reads is at its place.
     names = [field.name for field in fields]
     assert struct.unpack("<f", packed[names.index("scale_log2")]) == (0.5,)
 
 
-def test_sm90_kernel_assembles_as_it_is(tools: None):
-    from flash_cute.sm90.config import default_config
-    from flash_cute.sm90.fwd import FlashAttentionForwardSm90
+@pytest.mark.parametrize("mode", lowering.MODES, ids=str)
+@pytest.mark.parametrize("features", [{}, {"is_causal": True, "has_seqused_k": True}], ids=str)
+def test_sm100_kernel_lowers_and_assembles(tools: None, features: dict[str, Any], mode: Mode):
+    kernel = kernel_of("SM100", features)
+    program = build.build(build.kernel_ptx(kernel, "sm_100a"), mode)
+    assert program.uses_tensor_memory and program.threads == kernel.config.num_threads
 
-    spec = ForwardSpecialization("bf16", 64, 64, False, True)
-    kernel = FlashAttentionForwardSm90(spec, default_config(spec, 512))
+
+def test_sm90_kernel_assembles_as_it_is(tools: None):
+    kernel = kernel_of("SM90", {})
     program = build.build(build.kernel_ptx(kernel, "sm_90a"))
     assert not program.uses_tensor_memory and program.threads == kernel.config.num_threads
 
