@@ -56,9 +56,14 @@ def raise_maximum(
 ):
     """The first half of `softmax_step`: maxima, and sums rescaled by o_scale; scores stay."""
     for r in cutlass.range_constexpr(cute.size(row_max)):
-        block_max = quad_max(reduce_in_chains(row_values(scores, r), cute.arch.fmax))
+        block_max = row_maximum(scores, r)
         row_max[r], o_scale[r] = raise_row(row_max[r], block_max, scale_log2, rescale_threshold)
         row_sum[r] = row_sum[r] * o_scale[r]
+
+
+def row_maximum(scores: cute.Tensor, r: int) -> Float32:
+    """The largest score of a quad's row."""
+    return quad_max(reduce_in_chains(row_values(scores, r), cute.arch.fmax))
 
 
 def raise_row(old_max: Float32, block_max: Float32, scale_log2: Float32, threshold: float):

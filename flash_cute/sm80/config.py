@@ -14,7 +14,8 @@ RESERVED_SMEM_BYTES = 1024  # of each CTA, beside what it asks for
 REGISTERS_PER_SM = 65_536
 MOST_REGISTERS = 255  # of a thread
 ELEMENT_BYTES = 2
-PLACE_BYTES = 1024  # of a tile's place, as a whole number of the tiles' alignment
+PLACE_FIELDS = 9  # words of a tile's place
+SMEM_STEP = 1024  # bytes of shared memory are a whole number of the tiles' alignment
 TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # head dims are rounded up to one of these
 
 
@@ -23,7 +24,8 @@ class ForwardConfigSm80(TileOfHeads):
     """One way to run the SM80 forward kernel.
 
     Shapes: a CTA owns (tile_m queries) x (all keys), visited tile_n keys at a time; every warp owns
-            tile_m / num_warps neighbouring rows, 16 or 32
+            tile_m / num_warps neighbouring rows, 16 or 32. Where two warps share 32 rows, each has
+            one half of the keys of S and one of the columns of O
     Units:  smem_limit: bytes of shared memory that a CTA may have on the GPU it is for
     """
 
@@ -34,6 +36,7 @@ class ForwardConfigSm80(TileOfHeads):
     num_stages: int = 1
     ctas_per_sm: int = 1
     keeps_q: bool = False  # Q in registers: read from shared memory once, not for every block
+    shares_rows: bool = False  # two neighbouring warps
     smem_limit: int = 163 * 1024
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
 
@@ -48,18 +51,36 @@ class ForwardConfigSm80(TileOfHeads):
 
     @property
     def rows_per_warp(self) -> int:
-        return self.tile_m // self.num_warps
+        return self.tile_m * self.warps_per_row // self.num_warps
+
+    @property
+    def warps_per_row(self) -> int:
+        return 2 if self.shares_rows else 1
+
+    @property
+    def keys_per_warp(self) -> int:
+        """Keys of a block of which a warp has the scores."""
+        return self.tile_n // self.warps_per_row
+
+    def exchange_bytes(self) -> tuple[int, int]:
+        """Bytes of shared memory for P, and for a number of each row of each warp."""
+        if not self.shares_rows:
+            return 0, 0
+        return self.tile_m * self.tile_n * ELEMENT_BYTES, 2 * self.tile_m * 4
 
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
-        """Bytes of shared memory for Q, the K and V rings and the tile's place."""
+        """Bytes of shared memory for Q, the K and V rings, what warps exchange, the tile's place."""
         q = self.tile_m * spec.tile_d
         kv = self.num_stages * self.tile_n * (spec.tile_d + spec.tile_dv)
-        return (q + kv) * ELEMENT_BYTES + PLACE_BYTES
+        weights, rows = self.exchange_bytes()
+        rest = -(-(PLACE_FIELDS * 4 + rows) // SMEM_STEP) * SMEM_STEP
+        return (q + kv) * ELEMENT_BYTES + weights + rest
 
     def registers(self, spec: ForwardSpecialization) -> int:
         """Registers of a thread that hold O and S, and Q where it is kept: the most of them."""
         kept = spec.tile_d // 2 if self.keeps_q else 0
-        return self.rows_per_warp * (spec.tile_dv + self.tile_n + kept) // 32
+        columns = (spec.tile_dv + self.tile_n) // self.warps_per_row
+        return self.rows_per_warp * (columns + kept) // 32
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""
@@ -74,6 +95,13 @@ class ForwardConfigSm80(TileOfHeads):
             )
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             broken.append(f"tile_n is {self.tile_n}, expected a multiple of 16 from 16 to 256")
+        if self.shares_rows and (
+            self.rows_per_warp != 32 or self.tile_n % 64 or spec.tile_dv % 128
+        ):
+            broken.append(
+                "two warps share rows: expected 32 rows each, a tile_n of 64 or a multiple, and a "
+                "tiled head dim of v of 128 or 256"
+            )
         if self.num_stages < 1:
             broken.append(f"num_stages is {self.num_stages}, expected at least 1")
         if spec.tile_d not in TILE_HEAD_DIMS or spec.tile_dv not in TILE_HEAD_DIMS:
@@ -85,10 +113,11 @@ class ForwardConfigSm80(TileOfHeads):
     def _check_features(self, spec: ForwardSpecialization) -> list[str]:
         broken: list[str] = []
         for key in (spec.score_mod, spec.mask_mod, spec.block_mod):
-            if key is not None and self.tile_n % (4 * key.width):
+            if key is not None and self.keys_per_warp % (4 * key.width):
                 broken.append(
-                    f"tile_n is {self.tile_n}, expected a multiple of {4 * key.width}, since "
-                    f"{key.kind}.__vec_size__ is {key.width} and a thread has tile_n / 4 columns"
+                    f"tile_n is {self.tile_n}, expected a multiple of "
+                    f"{4 * key.width * self.warps_per_row}, since {key.kind}.__vec_size__ is "
+                    f"{key.width} and a thread has tile_n / {4 * self.warps_per_row} columns"
                 )
         if spec.is_split and (spec.has_block_mask or not spec.has_lse):
             broken.append("the keys are split: lists of blocks cannot be, and lse is needed")

@@ -35,15 +35,15 @@ from flash_cute.device.forward import AttentionKernel, Work
 from flash_cute.device.primitives import as_rows_cols, fresh_thread_idx
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Cursor, Tile
-from flash_cute.sm80.config import ELEMENT_BYTES, ForwardConfigSm80
+from flash_cute.sm80.config import ELEMENT_BYTES, PLACE_FIELDS, ForwardConfigSm80
 from flash_cute.sm80.load import LANES, Loader, Source
 from flash_cute.sm80.params import ForwardParams, LaunchDescriptionSm80
 from flash_cute.sm80.tiles import CHUNK, TILE_ALIGNMENT, load_matrices
+from flash_cute.sm80.warp_pairs import Exchange, WarpPairs
 from flash_cute.specialization import ForwardSpecialization
 
 MMA_ROWS = 16
 MMA_DEPTH = 16
-PLACE_FIELDS = 9
 
 
 class SharedTiles(typing.NamedTuple):
@@ -53,6 +53,7 @@ class SharedTiles(typing.NamedTuple):
     k: cute.Pointer
     v: cute.Pointer
     place: cute.Tensor  # (PLACE_FIELDS,) int32: the tile and its sequence
+    exchange: Exchange | None  # of warps that share rows
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Fragments:
     k_lane: Int32
     v_lane: Int32
     place: cute.Tensor  # the tile's, as SharedTiles has it
+    exchange: Exchange | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class FlashAttentionForwardSm80(AttentionKernel):
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm80):
         super().__init__(spec, config, LaunchDescriptionSm80(spec, config))
         self.loader = Loader(spec, config)
+        self.pairs = WarpPairs(spec, config)
         self.num_m = config.rows_per_warp // MMA_ROWS
+        self.num_keys = config.keys_per_warp
         self.rows_per_thread = 2 * self.num_m
 
     # ---------------------------------------------------------------- device
@@ -120,8 +124,10 @@ class FlashAttentionForwardSm80(AttentionKernel):
                 self.attend(p, smem, tile, seqlen)
 
     def shared_memory(self) -> SharedTiles:
-        """Room for the tiles: Q, then the rings of K and V."""
+        """Room for the tiles: Q, then the rings of K and V, and P where warps exchange it."""
         loader, dtype, num_stages = self.loader, self.dtype, self.config.num_stages
+        weights, num_rows = (size // 4 for size in self.config.exchange_bytes())
+        values = num_stages * loader.v_layout.size
 
         def ring(size):
             return cute.struct.Align[cute.struct.MemRange[dtype, size], TILE_ALIGNMENT]
@@ -132,15 +138,22 @@ class FlashAttentionForwardSm80(AttentionKernel):
 
             sQ: ring(loader.q_layout.size)
             sK: ring(num_stages * loader.k_layout.size)
-            sV: ring(num_stages * loader.v_layout.size)
+            sV: ring(values + 2 * weights)
             place: cute.struct.MemRange[Int32, PLACE_FIELDS]
+            rows: cute.struct.MemRange[Float32, max(num_rows, 1)]
 
-        storage = SmemAllocator().allocate(SharedStorage)
+        storage, exchange = SmemAllocator().allocate(SharedStorage), None
+        if self.config.shares_rows:
+            exchange = Exchange(
+                storage.sV.data_ptr() + values,
+                storage.rows.get_tensor(cute.make_layout(num_rows)),
+            )
         return SharedTiles(
             storage.sQ.data_ptr(),
             storage.sK.data_ptr(),
             storage.sV.data_ptr(),
             storage.place.get_tensor(cute.make_layout(PLACE_FIELDS)),
+            exchange,
         )
 
     @cute.jit
@@ -157,6 +170,8 @@ class FlashAttentionForwardSm80(AttentionKernel):
             self.visit_lists(p, c, pipes, kv_state, work)
         else:
             self.visit_range(p, c, pipes, kv_state, work)
+        if const_expr(self.config.shares_rows):
+            self.pairs.add_sums(c.exchange, c.row_sum)
         self.store(p, c, self.recall(smem.place, work))
 
     @cute.jit
@@ -200,7 +215,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
         loader, num_m = self.loader, self.num_m
         thread = cute.arch.thread_idx()[0]
         lane = thread % LANES
-        q_row = thread // LANES * self.config.rows_per_warp
+        q_row, half = self.pairs.first_row(thread), self.pairs.half(thread)
         rQ = None
         if self.config.keeps_q:
             rQ = cute.make_rmem_tensor((CHUNK, num_m, self.spec.tile_d // MMA_DEPTH), self.dtype)
@@ -210,17 +225,25 @@ class FlashAttentionForwardSm80(AttentionKernel):
             return Int32(tile.toint()) + offset * ELEMENT_BYTES
 
         q_lane = loader.q_layout.lane_of_rows(lane) + q_row * loader.q_layout.panel
+        k_lane = loader.k_layout.lane_of_columns(lane)
+        v_lane = loader.v_layout.lane_of_rows(lane)
+        if self.config.shares_rows:
+            first_key = half * self.config.keys_per_warp
+            k_lane += first_key * loader.k_layout.panel
+            v_lane += first_key * loader.v_layout.panel
+            v_lane += half * self.pairs.columns * self.config.tile_n  # whole panels
         return Fragments(
-            acc_O=cute.make_rmem_tensor(((2, 2, self.spec.tile_dv // 8), num_m, 1), Float32),
-            rP=cute.make_rmem_tensor(((2, 2, self.config.tile_n // 8), num_m, 1), self.dtype),
+            acc_O=cute.make_rmem_tensor(((2, 2, self.pairs.columns // 8), num_m, 1), Float32),
+            rP=cute.make_rmem_tensor(((2, 2, self.num_keys // 8), num_m, 1), self.dtype),
             rQ=rQ,
             row_max=rows[0],
             row_sum=rows[1],
             o_scale=rows[2],
             q_lane=address(smem.q, q_lane),
-            k_lane=address(smem.k, loader.k_layout.lane_of_columns(lane)),
-            v_lane=address(smem.v, loader.v_layout.lane_of_rows(lane)),
+            k_lane=address(smem.k, k_lane),
+            v_lane=address(smem.v, v_lane),
             place=smem.place,
+            exchange=smem.exchange,
         )
 
     # -- copies of keys and values
@@ -380,7 +403,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
         acc_S.fill(0.0)
         for k in cutlass.range_constexpr(self.spec.tile_d // MMA_DEPTH):
             rA = self.queries(c, q_lanes, k, is_first)
-            for n in cutlass.range_constexpr(self.config.tile_n // 16):
+            for n in cutlass.range_constexpr(self.num_keys // 16):
                 rB = cute.make_rmem_tensor(CHUNK, self.dtype)
                 load_matrices(*layout.matrices(k_lanes, 16 * n, 2 * k), rB, False)
                 self.multiply(p.mma, acc_S, rA, rB, n)
@@ -394,14 +417,27 @@ class FlashAttentionForwardSm80(AttentionKernel):
         self.await_copies()
         now = self.recall(c.place, work)
         self.load(pipes, kv_state, now, n_block, self.config.num_stages, False, is_v=False)
-        v_lanes = layout.places(c.v_lane + stage * (layout.size * ELEMENT_BYTES))
-        rP = self.as_operand(c.rP)
-        for k in cutlass.range_constexpr(self.config.tile_n // MMA_DEPTH):
-            for n in cutlass.range_constexpr(self.spec.tile_dv // 16):
-                rB = cute.make_rmem_tensor(CHUNK, self.dtype)
-                load_matrices(*layout.matrices(v_lanes, 16 * k, 2 * n), rB, True)
-                self.multiply(p.mma, c.acc_O, rP[None, None, k], rB, n)
+        v_lane = c.v_lane + stage * (layout.size * ELEMENT_BYTES)
+        v_lanes, rP = layout.places(v_lane), self.as_operand(c.rP)
+        for k in cutlass.range_constexpr(self.num_keys // MMA_DEPTH):
+            if const_expr(self.config.shares_rows):
+                self.pairs.post_weights(c.exchange, c.rP, k)
+            self.add_values(p, c, rP[None, None, k], v_lanes, k)
+        if const_expr(self.config.shares_rows):
+            self.pairs.meet()
+            v_lanes = layout.places(v_lane + self.pairs.to_other_keys(layout))
+            for k in cutlass.range_constexpr(self.num_keys // MMA_DEPTH):
+                rA = self.pairs.other_weights(c.exchange, k, self.dtype)
+                self.add_values(p, c, rA, v_lanes, k)
         return self.stage_after(stage, 1), self.follow(p, pipes, work, ahead)
+
+    def add_values(self, p: ForwardParams, c: Fragments, rA: cute.Tensor, v_lanes: list, k: int):
+        """O += P V for 16 keys."""
+        layout = self.loader.v_layout
+        for n in range(self.pairs.columns // 16):
+            rB = cute.make_rmem_tensor(CHUNK, self.dtype)
+            load_matrices(*layout.matrices(v_lanes, 16 * k, 2 * n), rB, True)
+            self.multiply(p.mma, c.acc_O, rA, rB, n)
 
     def queries(self, c: Fragments, q_lanes: list, k: int, is_first: bool) -> cute.Tensor:
         """A of Q K^T: 16 columns of the warp's rows, (8, rows / 16)."""
@@ -432,7 +468,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
 
     def as_operand(self, rP: cute.Tensor) -> cute.Tensor:
         """P as A of its product with V: (8, rows / 16, keys / 16)."""
-        num_k = self.config.tile_n // MMA_DEPTH
+        num_k = self.num_keys // MMA_DEPTH
         layout = cute.make_layout((CHUNK, self.num_m, num_k), stride=(1, CHUNK * num_k, CHUNK))
         return cute.make_tensor(rP.iterator, layout)
 
@@ -444,7 +480,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
         c.row_max.fill(-Float32.inf)
         c.row_sum.fill(0.0)
         state, scale_log2 = (c.row_max, c.row_sum, c.o_scale), self.scale_log2(p)
-        softmax.raise_maximum(as_rows_cols(acc_S), *state, scale_log2, 0.0)
+        self.raise_maximum(c, as_rows_cols(acc_S), state, scale_log2, 0.0)
         self.weigh(c, acc_S, scale_log2)
 
     @cute.jit
@@ -465,17 +501,32 @@ class FlashAttentionForwardSm80(AttentionKernel):
         """
         state, scale_log2 = (c.row_max, c.row_sum, c.o_scale), self.scale_log2(p)
         threshold = self.config.rescale_threshold
-        softmax.raise_maximum(as_rows_cols(acc_S), *state, scale_log2, threshold)
+        self.raise_maximum(c, as_rows_cols(acc_S), state, scale_log2, threshold)
         if softmax.any_rescaled(c.o_scale, c.row_sum):
             softmax.scale_rows(as_rows_cols(c.acc_O), c.o_scale)
         self.finish_product(pipes, v_state)
         self.weigh(c, acc_S, scale_log2)
 
+    @cute.jit
+    def raise_maximum(
+        self,
+        c: Fragments,
+        S: cute.Tensor,
+        state: tuple,
+        scale_log2: Float32,
+        threshold: cutlass.Constexpr[float],
+    ):
+        """The running maximum after a block, what O must be scaled by, and the sums so scaled."""
+        if const_expr(self.config.shares_rows):
+            self.pairs.raise_maximum(c.exchange, S, state, scale_log2, threshold)
+        else:
+            softmax.raise_maximum(S, *state, scale_log2, threshold)
+
     def weigh(self, c: Fragments, acc_S, scale_log2: Float32):
         """P against the running maximum, and its sums, in the order that the product wants."""
-        num_n = self.config.tile_n // 8
+        num_n = self.num_keys // 8
         part = cute.make_layout(((2, 2, 2), self.num_m, 1), stride=((1, 2, 4), 4 * num_n, 0))
-        for k in range(self.config.tile_n // MMA_DEPTH):
+        for k in range(self.num_keys // MMA_DEPTH):
             weights = cute.make_tensor(acc_S.iterator + CHUNK * k, part)
             softmax.weigh(as_rows_cols(weights), c.row_max, c.row_sum, scale_log2)
             self.round_weights(weights, cute.make_tensor(c.rP.iterator + CHUNK * k, part))
@@ -487,10 +538,14 @@ class FlashAttentionForwardSm80(AttentionKernel):
 
     def new_scores(self, p: ForwardParams):
         """A fresh accumulator, in the form that wgmma has: ((2, 2, cols / 8), rows / 16, 1)."""
-        shape = ((2, 2, self.config.tile_n // 8), self.num_m, 1)
+        shape = ((2, 2, self.num_keys // 8), self.num_m, 1)
         return cute.make_rmem_tensor(shape, Float32)
 
     def place(self, thread: Int32):
         """First row within the query tile and column within a key block of a thread."""
-        row = thread // LANES * self.config.rows_per_warp + thread % LANES // 4
-        return row, 2 * (thread % 4)
+        row = self.pairs.first_row(thread) + thread % LANES // 4
+        return row, 2 * (thread % 4) + self.pairs.half(thread) * self.num_keys
+
+    def first_column(self, c: Fragments) -> Int32 | int:
+        """The first column of O that this thread's warp has."""
+        return self.pairs.half(fresh_thread_idx()) * self.pairs.columns

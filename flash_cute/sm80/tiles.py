@@ -46,18 +46,8 @@ class TileLayout:
         return row * self.panel + (chunk ^ swizzle) * CHUNK
 
     def places(self, lane: Int32) -> list:
-        """Addresses of the matrices of a panel's first 16 rows: one for each two chunks.
-
-        Inline PTX on purpose: as long as nobody asks, only `lane` occupies a register.
-        """
-        return [
-            cute.arch.inline_ptx(
-                f"xor.b32 {{$w0}}, {{$r0}}, {2 * chunk * CHUNK};",
-                write_only_types=[Int32],
-                read_only_args=[lane],
-            )
-            for chunk in range(0, self.chunks, 2)
-        ]
+        """Addresses of the matrices of a panel's first 16 rows: one for each two chunks."""
+        return [moved_chunks(lane, chunk) for chunk in range(0, self.chunks, 2)]
 
     def matrices(self, places: list, rows: int, chunks: int):
         """(address, constant to add to it) of matrices: multiples of 16 rows, two chunks on."""
@@ -77,6 +67,25 @@ class TileLayout:
         Both chunks of rows 0 to 7, then both of rows 8 to 15.
         """
         return self.offset(lane % 8 + lane // 16 * 8, lane // 8 % 2)
+
+
+def moved_chunks(address: Int32, chunks: int) -> Int32:
+    """The address of a chunk of a panel's row, from that of the row's first one.
+
+    Inline PTX on purpose: as long as nobody asks, only `address` occupies a register.
+    """
+    return cute.arch.inline_ptx(
+        f"xor.b32 {{$w0}}, {{$r0}}, {2 * chunks * CHUNK};",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
+def store_word(address: Int32, offset: int, word: Int32):
+    """Write 4 bytes of shared memory; inline PTX as in `load_matrices`."""
+    cute.arch.inline_ptx(
+        f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};", read_only_args=[address, word]
+    )
 
 
 def load_matrices(address: Int32, offset: int, target: cute.Tensor, is_transposed: bool):
