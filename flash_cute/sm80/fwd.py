@@ -71,6 +71,7 @@ class Fragments:
     v_lane: Int32
     place: cute.Tensor  # the tile's, as SharedTiles has it
     exchange: Exchange | None
+    smem: SharedTiles
 
 
 @dataclass(frozen=True)
@@ -212,14 +213,31 @@ class FlashAttentionForwardSm80(AttentionKernel):
 
     def fragments(self, smem: SharedTiles) -> Fragments:
         """Registers of this thread and its places in shared memory."""
-        loader, num_m = self.loader, self.num_m
-        thread = cute.arch.thread_idx()[0]
-        lane = thread % LANES
-        q_row, half = self.pairs.first_row(thread), self.pairs.half(thread)
+        num_m = self.num_m
         rQ = None
         if self.config.keeps_q:
             rQ = cute.make_rmem_tensor((CHUNK, num_m, self.spec.tile_d // MMA_DEPTH), self.dtype)
         rows = [cute.make_rmem_tensor(self.rows_per_thread, Float32) for _ in range(3)]
+        lanes = self.lanes(smem, cute.arch.thread_idx()[0])
+        return Fragments(
+            acc_O=cute.make_rmem_tensor(((2, 2, self.pairs.columns // 8), num_m, 1), Float32),
+            rP=cute.make_rmem_tensor(((2, 2, self.num_keys // 8), num_m, 1), self.dtype),
+            rQ=rQ,
+            row_max=rows[0],
+            row_sum=rows[1],
+            o_scale=rows[2],
+            q_lane=lanes[0],
+            k_lane=lanes[1],
+            v_lane=lanes[2],
+            place=smem.place,
+            exchange=smem.exchange,
+            smem=smem,
+        )
+
+    def lanes(self, smem: SharedTiles, thread: Int32):
+        """A thread's addresses for ldmatrix: of Q in the warp's rows, of its keys of K and V."""
+        loader, lane = self.loader, thread & LANES - 1
+        q_row, half = self.pairs.first_row(thread), self.pairs.half(thread)
 
         def address(tile: cute.Pointer, offset: Int32):
             return Int32(tile.toint()) + offset * ELEMENT_BYTES
@@ -228,23 +246,11 @@ class FlashAttentionForwardSm80(AttentionKernel):
         k_lane = loader.k_layout.lane_of_columns(lane)
         v_lane = loader.v_layout.lane_of_rows(lane)
         if self.config.shares_rows:
-            first_key = half * self.config.keys_per_warp
+            first_key = half * self.num_keys
             k_lane += first_key * loader.k_layout.panel
             v_lane += first_key * loader.v_layout.panel
             v_lane += half * self.pairs.columns * self.config.tile_n  # whole panels
-        return Fragments(
-            acc_O=cute.make_rmem_tensor(((2, 2, self.pairs.columns // 8), num_m, 1), Float32),
-            rP=cute.make_rmem_tensor(((2, 2, self.num_keys // 8), num_m, 1), self.dtype),
-            rQ=rQ,
-            row_max=rows[0],
-            row_sum=rows[1],
-            o_scale=rows[2],
-            q_lane=address(smem.q, q_lane),
-            k_lane=address(smem.k, k_lane),
-            v_lane=address(smem.v, v_lane),
-            place=smem.place,
-            exchange=smem.exchange,
-        )
+        return address(smem.q, q_lane), address(smem.k, k_lane), address(smem.v, v_lane)
 
     # -- copies of keys and values
 
@@ -397,8 +403,11 @@ class FlashAttentionForwardSm80(AttentionKernel):
         now = self.recall(c.place, work)
         self.load(pipes, kv_state, now, n_block, num_stages - 1, is_first_too, is_v=True)
         ahead = self.ask_for(p, pipes, ahead, now, n_block, num_stages)
-        q_lanes = self.loader.q_layout.places(c.q_lane)
-        k_lanes = layout.places(c.k_lane + stage * (layout.size * ELEMENT_BYTES))
+        q_lane, k_lane = c.q_lane, c.k_lane
+        if const_expr(self.config.shares_rows):
+            q_lane, k_lane, _ = self.lanes(c.smem, fresh_thread_idx())
+        q_lanes = self.loader.q_layout.places(q_lane)
+        k_lanes = layout.places(k_lane + stage * (layout.size * ELEMENT_BYTES))
         acc_S = self.new_scores(p)
         acc_S.fill(0.0)
         for k in cutlass.range_constexpr(self.spec.tile_d // MMA_DEPTH):
@@ -417,7 +426,10 @@ class FlashAttentionForwardSm80(AttentionKernel):
         self.await_copies()
         now = self.recall(c.place, work)
         self.load(pipes, kv_state, now, n_block, self.config.num_stages, False, is_v=False)
-        v_lane = c.v_lane + stage * (layout.size * ELEMENT_BYTES)
+        v_lane = c.v_lane
+        if const_expr(self.config.shares_rows):
+            _, _, v_lane = self.lanes(c.smem, fresh_thread_idx())
+        v_lane += stage * (layout.size * ELEMENT_BYTES)
         v_lanes, rP = layout.places(v_lane), self.as_operand(c.rP)
         for k in cutlass.range_constexpr(self.num_keys // MMA_DEPTH):
             if const_expr(self.config.shares_rows):
@@ -543,8 +555,8 @@ class FlashAttentionForwardSm80(AttentionKernel):
 
     def place(self, thread: Int32):
         """First row within the query tile and column within a key block of a thread."""
-        row = self.pairs.first_row(thread) + thread % LANES // 4
-        return row, 2 * (thread % 4) + self.pairs.half(thread) * self.num_keys
+        row = self.pairs.first_row(thread) + ((thread & LANES - 1) >> 2)
+        return row, 2 * (thread & 3) + self.pairs.half(thread) * self.num_keys
 
     def first_column(self, c: Fragments) -> Int32 | int:
         """The first column of O that this thread's warp has."""

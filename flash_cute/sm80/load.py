@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from flash_cute.device.paged_kv import unpack_place
-from flash_cute.device.primitives import copy_or_zero
+from flash_cute.device.primitives import copy_or_zero, fresh_thread_idx
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Tile
 from flash_cute.sm80.config import ELEMENT_BYTES, ForwardConfigSm80
@@ -94,7 +94,9 @@ class Loader:
         if self.spec.gathers_keys:
             place = (0, chunk * CHUNK, 0)
         has_last = self.has_last(layout, chunk, mX)
-        return Source(cute.domain_offset(place, gX), sX + layout.offset(row, chunk), row, has_last)
+        if not self.config.shares_rows:
+            sX = sX + layout.offset(row, chunk)
+        return Source(cute.domain_offset(place, gX), sX, row, has_last)
 
     @cute.jit
     def copy_row(self, layout: cutlass.Constexpr, slot, source, is_there, has_last):
@@ -143,7 +145,12 @@ class Loader:
         pointer = source.gX.iterator
         if const_expr(not self.spec.gathers_keys):
             pointer = moved(pointer, first_key, row_stride)
-        slot = source.sX + stage * layout.size
+        place = source.sX
+        if const_expr(self.config.shares_rows):
+            thread = fresh_thread_idx()
+            r = thread >> (3 if layout.chunks == 8 else 2)
+            place = place + layout.offset(r, thread & layout.chunks - 1)
+        slot = place + stage * layout.size
         for i in cutlass.range_constexpr(self.num_passes(layout)):
             is_there, row = Boolean(True), pointer
             if const_expr(self.spec.gathers_keys):

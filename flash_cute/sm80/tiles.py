@@ -42,7 +42,7 @@ class TileLayout:
 
     def offset(self, row: Int32, chunk: Int32) -> Int32:
         """Where a chunk of the first panel begins."""
-        swizzle = row % 8 if self.panel == 64 else row // 2 % 4
+        swizzle = row & 7 if self.panel == 64 else row >> 1 & 3
         return row * self.panel + (chunk ^ swizzle) * CHUNK
 
     def places(self, lane: Int32) -> list:
@@ -59,14 +59,14 @@ class TileLayout:
 
         Rows 0 to 7 and 8 to 15 of the first chunk, then both of the second one.
         """
-        return self.offset(lane % 16, lane // 16)
+        return self.offset(lane & 15, lane >> 4)
 
     def lane_of_columns(self, lane: Int32) -> Int32:
         """A lane's offset for four matrices that are B of two mma, whose columns are rows here.
 
         Both chunks of rows 0 to 7, then both of rows 8 to 15.
         """
-        return self.offset(lane % 8 + lane // 16 * 8, lane // 8 % 2)
+        return self.offset(lane & 7 | (lane & 16) >> 1, lane >> 3 & 1)
 
 
 def moved_chunks(address: Int32, chunks: int) -> Int32:

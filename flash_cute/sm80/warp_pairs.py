@@ -45,22 +45,23 @@ class WarpPairs:
 
     def first_row(self, thread: Int32) -> Int32:
         """The first row within the tile of a thread's warp."""
-        return thread // (LANES * self.config.warps_per_row) * self.config.rows_per_warp
+        shift = 5 + self.config.shares_rows  # warps of 32, or pairs of them
+        return (thread >> shift) * self.config.rows_per_warp
 
     def half(self, thread: Int32) -> Int32 | int:
         """Which half of the keys and columns a thread has."""
-        return thread // LANES % 2 if self.config.shares_rows else 0
+        return thread >> 5 & 1 if self.config.shares_rows else 0
 
     def meet(self):
         """Wait for the other warp of the pair; what both have written before is then visible."""
-        pair = fresh_thread_idx() // (2 * LANES)
+        pair = fresh_thread_idx() >> 6
         cute.arch.barrier(barrier_id=FIRST_BARRIER + pair, number_of_threads=2 * LANES)
 
     def swap(self, exchange: Exchange, values: list) -> list:
         """The other warp's numbers of this thread's rows, which its quad knows as well."""
         thread = fresh_thread_idx()
-        warp, row = thread // LANES, thread % LANES // 4
-        own, other = warp * ROWS + row, (warp ^ 1) * ROWS + row
+        own = thread & -LANES | (thread & LANES - 1) >> 2
+        other = own ^ ROWS
         for r, value in enumerate(values):
             exchange.rows[own + 8 * r] = value
         self.meet()
@@ -91,7 +92,7 @@ class WarpPairs:
         """The sums of both warps, as the share of the first lane of a quad."""
         own = [quad_sum(row_sum[r]) for r in range(cute.size(row_sum))]
         others = self.swap(exchange, own)
-        is_first = fresh_thread_idx() % 4 == 0
+        is_first = (fresh_thread_idx() & 3) == 0
         for r in cutlass.range_constexpr(cute.size(row_sum)):
             row_sum[r] = cutlass.select_(is_first, own[r] + others[r], Float32(0.0))
 
@@ -104,8 +105,8 @@ class WarpPairs:
         """Write this thread's weights of 16 of its warp's keys."""
         thread = fresh_thread_idx()
         layout, words = self.layout, cute.recast_tensor(rP, Int32)
-        row = thread // LANES * ROWS + thread % LANES // 4
-        first = self.address(exchange, layout.offset(row, 0) + 2 * (thread % 4))
+        row = thread & -LANES | (thread & LANES - 1) >> 2
+        first = self.address(exchange, layout.offset(row, 0) + 2 * (thread & 3))
         for chunk in (2 * k, 2 * k + 1):
             address = moved_chunks(first, chunk % layout.chunks)
             panel = chunk // layout.chunks * layout.rows
@@ -116,8 +117,8 @@ class WarpPairs:
     def other_weights(self, exchange: Exchange, k: int, dtype) -> cute.Tensor:
         """A of P V: the other warp's weights of 16 keys, (8, rows / 16)."""
         thread, layout = fresh_thread_idx(), self.layout
-        first = (thread // LANES ^ 1) * ROWS * layout.panel
-        lane = self.address(exchange, first + layout.lane_of_rows(thread % LANES))
+        first = (thread & -LANES ^ ROWS) * layout.panel
+        lane = self.address(exchange, first + layout.lane_of_rows(thread & LANES - 1))
         rA = cute.make_rmem_tensor((CHUNK, ROWS // 16), dtype)
         for m in range(ROWS // 16):
             place = layout.matrices(layout.places(lane), 16 * m, 2 * k)
