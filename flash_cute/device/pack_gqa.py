@@ -39,6 +39,7 @@ class HeadPacking:
     packs: Int32  # tiles that they are spread over
     heads: cutlass.Constexpr[int]
     positions: cutlass.Constexpr[int]
+    are_heads_neighbours: cutlass.Constexpr[bool] = False  # else the queries of a head are
 
     def queries(self, tile: Tile):
         """(first query, number of queries) of a tile, of which the last may not exist."""
@@ -59,6 +60,14 @@ class HeadPacking:
             head = kv_head * self.group + cutlass.min(within, self.group - 1)
         return head, exists
 
+    def place(self, row: Int32):
+        """(number of the head, number of the query) of a row among those of its tile."""
+        if self.are_heads_neighbours:
+            position = row // self.heads
+            return row - position * self.heads, position
+        index = row // self.positions
+        return index, row - index * self.positions
+
     @cute.jit
     def rows(self, tile: Tile, first_row: Int32, num_rows: cutlass.Constexpr[int], end: Int32):
         """The rows of a thread, from `first_row` of the tile on; `end` is one past the queries."""
@@ -67,9 +76,10 @@ class HeadPacking:
             row = first_row + ROW_STEP * r
             position, head = row, tile.head
             if const_expr(self.heads > 1):
-                index = row // self.positions
+                index, position = self.place(row)
                 head, exists = self.head(tile, index)
-                position = row - index * self.positions
+                if const_expr(self.are_heads_neighbours):
+                    exists = exists & (position < self.positions)
             query = tile.m_block * self.positions + position
             if const_expr(self.heads > 1):
                 query = cutlass.select_(exists, query, end)

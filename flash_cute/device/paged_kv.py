@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 from flash_cute.device.seqlen import SeqlenInfo
 
@@ -57,6 +57,21 @@ class PageTable:
             page = self.table[row, column]
             place = Int64(page) << 32 | Int64(position - column * self.page_size)
         return place
+
+    @cute.jit
+    def slot_of(self, row: Int32, key: Int32, seqlen: SeqlenInfo):
+        """`place_of` as (page, slot), page -1 for a key that is not there.
+
+        Contract: nothing here waits for the page: what uses it should come much later.
+        """
+        is_there = (key >= 0) & (key < seqlen.seqlen_k)
+        position = Uint32(cutlass.select_(is_there, seqlen.offset_k + key, Int32(0)))
+        column = position // Uint32(self.page_size)
+        slot = position - column * Uint32(self.page_size)
+        page = Int32(-1)
+        if is_there:
+            page = self.table[row, Int32(column)]
+        return page, Int32(slot)
 
 
 def unpack_place(place: Int64):

@@ -37,6 +37,7 @@ class ForwardConfigSm80(TileOfHeads):
     ctas_per_sm: int = 1
     keeps_q: bool = False  # Q in registers: read from shared memory once, not for every block
     shares_rows: bool = False  # two neighbouring warps
+    skips_warps: bool = False  # those without queries only copy; packed heads are neighbouring rows
     smem_limit: int = 163 * 1024
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
 
@@ -121,6 +122,8 @@ class ForwardConfigSm80(TileOfHeads):
                 )
         if spec.is_split and (spec.has_block_mask or not spec.has_lse):
             broken.append("the keys are split: lists of blocks cannot be, and lse is needed")
+        if self.skips_warps and (spec.has_block_mask or self.shares_rows):
+            broken.append("warps are skipped: they cannot follow lists of blocks nor share rows")
         if spec.page_rows not in (0, 1):
             broken.append(f"rows of a page's load are {spec.page_rows}, expected 1 (gathered)")
         if spec.gathers_keys and self.tile_n > 32 * self.num_warps:
@@ -201,5 +204,8 @@ def _decode_configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
     tile_n = 128 if spec.tile_d == 64 else 32 if spec.tile_dv > 128 else 64
     shapes = [(n, ctas, stages) for n in (tile_n, 32) for ctas in (2, 1) for stages in (3, 2, 1)]
     return [
-        ForwardConfigSm80(64, n, num_stages=stages, ctas_per_sm=ctas) for n, ctas, stages in shapes
+        ForwardConfigSm80(
+            64, n, num_stages=stages, ctas_per_sm=ctas, skips_warps=not spec.has_block_mask
+        )
+        for n, ctas, stages in shapes
     ]

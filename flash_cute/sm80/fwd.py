@@ -91,7 +91,8 @@ class Ahead:
     numbers: tuple  # with lists: of this block and the num_stages next ones, -1 past the last
     place: Place  # in the lists, of the last of them
     index: Int32  # of that one among the listed
-    places: Int64  # with pages: of the rows of the last block whose K was asked for
+    places: tuple  # with pages: of the rows of the last block whose K was asked for
+    next_places: tuple  # of the block after that, where that is known; else empty
 
 
 class FlashAttentionForwardSm80(AttentionKernel):
@@ -165,6 +166,23 @@ class FlashAttentionForwardSm80(AttentionKernel):
         work, lists, place = self.open(p, tile, seqlen)
         pipes = self.feed(p, smem, work, lists)
         kv_state = self.start(p, pipes, work, place)
+        if const_expr(self.config.skips_warps):
+            if self.has_queries(p, tile, seqlen):
+                self.compute(p, smem, pipes, kv_state, work)
+            else:
+                self.only_copy(p, smem, pipes, kv_state, work)
+        else:
+            self.compute(p, smem, pipes, kv_state, work)
+
+    def has_queries(self, p: ForwardParams, tile: Tile, seqlen: SeqlenInfo):
+        """Whether this thread's warp has a row with a query; later warps have later queries."""
+        row = self.pairs.first_row(cute.arch.thread_idx()[0])
+        _, position = p.packing.place(row) if self.spec.pack_heads > 1 else (0, row)
+        return tile.m_block * p.packing.positions + position < seqlen.seqlen_q
+
+    @cute.jit
+    def compute(self, p: ForwardParams, smem: SharedTiles, pipes: Feed, kv_state, work: Work):
+        """Visit all blocks and write the output."""
         c = self.fragments(smem)
         c.acc_O.fill(0.0)
         if const_expr(self.spec.has_block_mask):
@@ -261,7 +279,9 @@ class FlashAttentionForwardSm80(AttentionKernel):
         n_block = work.blocks.end - 1
         if const_expr(self.spec.has_block_mask):
             numbers = (place.n_block,) * (num_stages + 1)
-        ahead = Ahead(numbers, place, Int32(0), ())
+        ahead = Ahead(numbers, place, Int32(0), (), ())
+        if const_expr(self.spec.gathers_keys and not self.spec.has_block_mask):
+            ahead = replace(ahead, next_places=self.look_up(p, pipes, ahead, work, n_block, 0))
         for _ in cutlass.range_constexpr(num_stages):
             ahead = self.follow(p, pipes, work, ahead)
         for i in cutlass.range_constexpr(num_stages):
@@ -279,7 +299,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
             if index < work.num_partial + work.num_full:
                 place = p.blocks.advance(place, index, work.num_partial, pipes.lists)
                 number = place.n_block
-            ahead = Ahead((*ahead.numbers[1:], number), place, index, ahead.places)
+            ahead = Ahead((*ahead.numbers[1:], number), place, index, ahead.places, ())
         return ahead
 
     def upcoming(self, ahead: Ahead, work: Work, n_block, distance: int):
@@ -290,19 +310,27 @@ class FlashAttentionForwardSm80(AttentionKernel):
 
     @cute.jit
     def ask_for(self, p: ForwardParams, pipes: Feed, ahead: Ahead, work: Work, n_block, distance):
-        """Look up the pages of a later block, well before its copies."""
-        if const_expr(self.spec.gathers_keys):
-            number, is_there = self.upcoming(ahead, work, n_block, distance)
-            number = cutlass.select_(is_there, number, Int32(-1))
-            layouts = {
-                layout.panel: layout for layout in (self.loader.v_layout, self.loader.k_layout)
-            }
-            places = tuple(
-                self.loader.look_up(p, layout, pipes.row, number, work.seqlen)
-                for layout in layouts.values()
-            )
-            ahead = Ahead(ahead.numbers, ahead.place, ahead.index, places)
+        """Have the pages of a later block, which were looked up a block before if it was known.
+
+        Its entries of the table may come from device memory, and nothing waits for them until then.
+        """
+        if const_expr(self.spec.gathers_keys and self.spec.has_block_mask):
+            places = self.look_up(p, pipes, ahead, work, n_block, distance)
+            ahead = Ahead(ahead.numbers, ahead.place, ahead.index, places, ())
+        elif const_expr(self.spec.gathers_keys):
+            places = self.look_up(p, pipes, ahead, work, n_block, distance + 1)
+            ahead = Ahead((), ahead.place, ahead.index, ahead.next_places, places)
         return ahead
+
+    def look_up(self, p: ForwardParams, pipes: Feed, ahead: Ahead, work: Work, n_block, distance):
+        """The places of the rows of a later block: for V and, where it lies differently, for K."""
+        number, is_there = self.upcoming(ahead, work, n_block, distance)
+        number = cutlass.select_(is_there, number, Int32(-1))
+        layouts = {layout.panel: layout for layout in (self.loader.v_layout, self.loader.k_layout)}
+        return tuple(
+            self.loader.look_up(p, layout, pipes.row, number, work.seqlen)
+            for layout in layouts.values()
+        )
 
     @cute.jit
     def load(
@@ -347,6 +375,48 @@ class FlashAttentionForwardSm80(AttentionKernel):
         """Wait for the oldest copies, which are needed now, of all threads."""
         cute.arch.cp_async_wait_group(2 * self.config.num_stages - 2)
         cute.arch.sync_threads()
+
+    @cute.jit
+    def only_copy(self, p: ForwardParams, smem: SharedTiles, pipes: Feed, kv_state, work: Work):
+        """What a warp without queries does: its part of the copies, the barriers of all."""
+        n_block, stage, ahead = work.blocks.end - 1, *kv_state
+        is_first = self.config.num_stages == 1
+        ahead = self.await_keys(p, smem.place, pipes, (stage, ahead), work, n_block, is_first)
+        self.await_values(smem.place, pipes, (stage, ahead), work, n_block)
+        stage = self.stage_after(stage, 1)
+        for _ in cutlass.range(n_block - work.blocks.begin, unroll=1):
+            n_block -= 1
+            ahead = self.await_keys(p, smem.place, pipes, (stage, ahead), work, n_block, False)
+            self.await_values(smem.place, pipes, (stage, ahead), work, n_block)
+            stage = self.stage_after(stage, 1)
+
+    @cute.jit
+    def await_keys(
+        self,
+        p: ForwardParams,
+        place: cute.Tensor,
+        pipes: Feed,
+        kv_state,
+        work: Work,
+        n_block: Int32 | None,
+        is_first: cutlass.Constexpr[bool],
+    ) -> Ahead:
+        """Wait for K of a block, start the next copy of V; returns what is known then.
+
+        is_first: of the block that V is copied for
+        """
+        _, ahead = kv_state
+        self.await_copies()
+        now, num_stages = self.recall(place, work), self.config.num_stages
+        self.load(pipes, kv_state, now, n_block, num_stages - 1, is_first, is_v=True)
+        return self.ask_for(p, pipes, ahead, now, n_block, num_stages)
+
+    @cute.jit
+    def await_values(self, place: cute.Tensor, pipes: Feed, kv_state, work: Work, n_block):
+        """Wait for V of a block, start the next copy of K."""
+        self.await_copies()
+        now = self.recall(place, work)
+        self.load(pipes, kv_state, now, n_block, self.config.num_stages, False, is_v=False)
 
     # -- blocks
 
@@ -396,13 +466,9 @@ class FlashAttentionForwardSm80(AttentionKernel):
         is_first: cutlass.Constexpr[bool],
     ):
         """S of a block once its K is there, with the next copy of V under way; and the states."""
-        stage, ahead = kv_state
-        layout, num_stages = self.loader.k_layout, self.config.num_stages
-        self.await_copies()
-        is_first_too = is_first and num_stages == 1
-        now = self.recall(c.place, work)
-        self.load(pipes, kv_state, now, n_block, num_stages - 1, is_first_too, is_v=True)
-        ahead = self.ask_for(p, pipes, ahead, now, n_block, num_stages)
+        stage, layout = kv_state[0], self.loader.k_layout
+        is_first_too = is_first and self.config.num_stages == 1
+        ahead = self.await_keys(p, c.place, pipes, kv_state, work, n_block, is_first_too)
         q_lane, k_lane = c.q_lane, c.k_lane
         if const_expr(self.config.shares_rows):
             q_lane, k_lane, _ = self.lanes(c.smem, fresh_thread_idx())
@@ -423,9 +489,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
         """O of a block once its V is there, with the next copy of K under way; the next states."""
         stage, ahead = kv_state
         layout = self.loader.v_layout
-        self.await_copies()
-        now = self.recall(c.place, work)
-        self.load(pipes, kv_state, now, n_block, self.config.num_stages, False, is_v=False)
+        self.await_values(c.place, pipes, kv_state, work, n_block)
         v_lane = c.v_lane
         if const_expr(self.config.shares_rows):
             _, _, v_lane = self.lanes(c.smem, fresh_thread_idx())

@@ -14,7 +14,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from flash_cute.device.paged_kv import unpack_place
 from flash_cute.device.primitives import copy_or_zero, fresh_thread_idx
 from flash_cute.device.seqlen import SeqlenInfo
 from flash_cute.device.tile_scheduler import Tile
@@ -170,16 +169,16 @@ class Loader:
     # -- pages
 
     def look_up(self, p: ForwardParams, layout: TileLayout, table_row, block: Int32, seqlen):
-        """Where the rows of a block that a warp copies are, one in each lane; see `PageTable`."""
+        """(page, slot) of the rows of a block that a warp copies, one in each lane."""
         per_pass = LANES // layout.chunks
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         index = lane // per_pass  # of the pass
         row = index * self.row_step(layout) + warp * per_pass + lane - index * per_pass
         key = cutlass.select_(row < layout.rows, block * layout.rows + row, Int32(-1))
-        return p.pages.place_of(table_row, key, seqlen)
+        return p.pages.slot_of(table_row, key, seqlen)
 
-    def ask(self, layout: TileLayout, places: Int64, index: int):
+    def ask(self, layout: TileLayout, places: tuple, index: int):
         """(page, slot) of the row that this thread copies in a pass; page -1 where none is."""
         lane = index * (LANES // layout.chunks) + cute.arch.lane_idx() // layout.chunks
-        page, within = unpack_place(places)
+        page, within = places
         return cute.arch.shuffle_sync(page, lane), cute.arch.shuffle_sync(within, lane)

@@ -1,6 +1,6 @@
 """The host side of a launch: from flat launch arguments to what the SM80 forward kernel gets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -50,7 +50,9 @@ class LaunchDescriptionSm80(LaunchDescription):
         more: the launch arguments of what callbacks captured, then those of the block lists
         """
         captured, more = self.captured(more)
-        packing = self.head_packing(args)
+        packing = replace(
+            self.head_packing(args), are_heads_neighbours=self.config.skips_warps
+        )
         return ForwardParams(
             mQ=self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim),
             mK=self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim),
