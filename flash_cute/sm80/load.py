@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
 from flash_cute.device.primitives import copy_or_zero, fresh_thread_idx
 from flash_cute.device.seqlen import SeqlenInfo
@@ -142,7 +142,10 @@ class Loader:
         first_key = block * layout.rows
         row_stride = source.gX.layout.stride[0]
         pointer = source.gX.iterator
-        if const_expr(not self.spec.gathers_keys):
+        offset = Int64(0)
+        if const_expr(self.spec.gathers_keys):
+            offset = self.offset_of(source, places[0])
+        else:
             pointer = moved(pointer, first_key, row_stride)
         place = source.sX
         if const_expr(self.config.shares_rows):
@@ -153,9 +156,14 @@ class Loader:
         for i in cutlass.range_constexpr(self.num_passes(layout)):
             is_there, row = Boolean(True), pointer
             if const_expr(self.spec.gathers_keys):
-                page, within = self.ask(layout, places[0], i)
-                is_there = page >= 0
-                row = moved(moved(row, page, source.gX.layout.stride[2]), within, row_stride)
+                of_row = self.ask(layout, offset, i)
+                is_there = of_row >= 0
+                row = cute.make_ptr(
+                    pointer.dtype,
+                    pointer.toint() + of_row,
+                    pointer.memspace,
+                    assumed_align=CHUNK * ELEMENT_BYTES,
+                )
             elif const_expr(end_key is not None):
                 is_there = first_key + source.row + i * row_step < end_key
             to = slot + i * row_step * layout.panel
@@ -177,8 +185,16 @@ class Loader:
         key = cutlass.select_(row < layout.rows, block * layout.rows + row, Int32(-1))
         return p.pages.slot_of(table_row, key, seqlen)
 
-    def ask(self, layout: TileLayout, places: tuple, index: int):
-        """(page, slot) of the row that this thread copies in a pass; page -1 where none is."""
+    def offset_of(self, source: Source, place: tuple) -> Int64:
+        """Bytes from the source to the row that a lane has looked up; -1 where none is."""
+        (page, slot), strides = place, source.gX.layout.stride
+        offset = Int64(page) * (Int64(strides[2]) * ELEMENT_BYTES)
+        offset += Int64(slot) * (Int64(strides[0]) * ELEMENT_BYTES)
+        return cutlass.select_(page >= 0, offset, Int64(-1))
+
+    def ask(self, layout: TileLayout, offset: Int64, index: int) -> Int64:
+        """`offset_of` the row that this thread copies in a pass, as another lane knows it."""
         lane = index * (LANES // layout.chunks) + cute.arch.lane_idx() // layout.chunks
-        page, within = places
-        return cute.arch.shuffle_sync(page, lane), cute.arch.shuffle_sync(within, lane)
+        low, high = Int32(offset), Int32(offset >> 32)
+        low, high = cute.arch.shuffle_sync(low, lane), cute.arch.shuffle_sync(high, lane)
+        return Int64(high) << 32 | Int64(Uint32(low))
