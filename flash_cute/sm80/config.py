@@ -152,7 +152,7 @@ DECODE_ROWS = 64  # of a tile: so few queries take the shape of tile for decodin
 
 
 def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfigSm80:
-    """The first config of a list that fits; the lists are not yet measured on a GPU.
+    """The first config of a list that fits.
 
     It divides the blocks of a block mask if any of the list can.
     """
@@ -180,6 +180,14 @@ def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
     """
     is_busy = spec.modifies_scores or spec.mask_mod is not None or spec.has_block_mask
     is_narrow = spec.has_window_left or spec.has_window_right or spec.has_chunk
+    is_plain = not (is_busy or is_narrow or spec.gathers_keys)
+    first: list[ForwardConfigSm80] = []
+    if spec.tile_dv == 256 and not is_busy:
+        first = [ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True)]
+    elif spec.tile_d == 64 and is_plain:
+        first = [ForwardConfigSm80(128, 96, ctas_per_sm=2, keeps_q=True)]
+    elif spec.tile_d == spec.tile_dv == 128 and is_plain and spec.is_causal:
+        first = [ForwardConfigSm80(128, 64, num_stages=2, ctas_per_sm=2)]
     tile_ns = (64, 32)
     if spec.tile_dv > 128:
         tile_ns = (32,) if is_busy else tile_ns
@@ -196,6 +204,7 @@ def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
         configs = [ForwardConfigSm80(128, n, ctas_per_sm=c) for c in (2, 1) for n in tile_ns]
         if spec.looks_up_keys:  # a load for every score in flight
             configs, tile_ns = [], (64, 32)
+    configs = first + configs
     return configs + [ForwardConfigSm80(64, n, ctas_per_sm=c) for c in (2, 1) for n in tile_ns]
 
 

@@ -14,7 +14,8 @@ block before has. With s stages, per block j:
     wait K_j, barrier | start V_{j+s-1} | S_j, maximum | wait V_j, barrier | start K_{j+s} | P, O
 
 Copies are committed in the order (Q, K_0), V_0, K_1, V_1, ..., a group for each, empty where there
-is no block: 2 s - 2 groups follow the one that is waited for. The barrier makes the copies of all
+is no block: 2 s - 2 groups follow the one that is waited for, one more the first, before which V is
+started, too. The barrier makes the copies of all
 threads visible to all, and says that all have read what the copies after it overwrite. Several CTAs
 of a multiprocessor fill each other's waits.
 
@@ -104,6 +105,14 @@ class FlashAttentionForwardSm80(AttentionKernel):
     """
 
     label = "flash_fwd_sm80"
+
+    @classmethod
+    def config_for(cls, spec, config):
+        """The package's choice; warps that share rows only with the steps that know of it."""
+        base = FlashAttentionForwardSm80
+        if cls.first_weights is base.first_weights and cls.next_weights is base.next_weights:
+            return config
+        return replace(config, shares_rows=False)
 
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm80):
         super().__init__(spec, config, LaunchDescriptionSm80(spec, config))
@@ -285,10 +294,9 @@ class FlashAttentionForwardSm80(AttentionKernel):
         for _ in cutlass.range_constexpr(num_stages):
             ahead = self.follow(p, pipes, work, ahead)
         for i in cutlass.range_constexpr(num_stages):
-            if const_expr(i > 0):
-                self.load(pipes, (Int32(0), ahead), work, n_block, i - 1, i == 1, is_v=True)
             ahead = self.ask_for(p, pipes, ahead, work, n_block, i)
             self.load(pipes, (Int32(0), ahead), work, n_block, i, i == 0, is_v=False)
+            self.load(pipes, (Int32(0), ahead), work, n_block, i, i == 0, is_v=True)
         return Int32(0), ahead
 
     @cute.jit
@@ -371,17 +379,16 @@ class FlashAttentionForwardSm80(AttentionKernel):
         later = stage + distance % num_stages
         return cutlass.select_(later >= num_stages, later - num_stages, later)
 
-    def await_copies(self):
+    def await_copies(self, is_first: bool = False):
         """Wait for the oldest copies, which are needed now, of all threads."""
-        cute.arch.cp_async_wait_group(2 * self.config.num_stages - 2)
+        cute.arch.cp_async_wait_group(2 * self.config.num_stages - (1 if is_first else 2))
         cute.arch.sync_threads()
 
     @cute.jit
     def only_copy(self, p: ForwardParams, smem: SharedTiles, pipes: Feed, kv_state, work: Work):
         """What a warp without queries does: its part of the copies, the barriers of all."""
         n_block, stage, ahead = work.blocks.end - 1, *kv_state
-        is_first = self.config.num_stages == 1
-        ahead = self.await_keys(p, smem.place, pipes, (stage, ahead), work, n_block, is_first)
+        ahead = self.await_keys(p, smem.place, pipes, (stage, ahead), work, n_block, True)
         self.await_values(smem.place, pipes, (stage, ahead), work, n_block)
         stage = self.stage_after(stage, 1)
         for _ in cutlass.range(n_block - work.blocks.begin, unroll=1):
@@ -401,14 +408,12 @@ class FlashAttentionForwardSm80(AttentionKernel):
         n_block: Int32 | None,
         is_first: cutlass.Constexpr[bool],
     ) -> Ahead:
-        """Wait for K of a block, start the next copy of V; returns what is known then.
-
-        is_first: of the block that V is copied for
-        """
+        """Wait for K of a block, start the next copy of V; returns what is known then."""
         _, ahead = kv_state
-        self.await_copies()
+        self.await_copies(is_first)
         now, num_stages = self.recall(place, work), self.config.num_stages
-        self.load(pipes, kv_state, now, n_block, num_stages - 1, is_first, is_v=True)
+        if const_expr(not is_first):  # else it is under way
+            self.load(pipes, kv_state, now, n_block, num_stages - 1, False, is_v=True)
         return self.ask_for(p, pipes, ahead, now, n_block, num_stages)
 
     @cute.jit
@@ -467,8 +472,7 @@ class FlashAttentionForwardSm80(AttentionKernel):
     ):
         """S of a block once its K is there, with the next copy of V under way; and the states."""
         stage, layout = kv_state[0], self.loader.k_layout
-        is_first_too = is_first and self.config.num_stages == 1
-        ahead = self.await_keys(p, c.place, pipes, kv_state, work, n_block, is_first_too)
+        ahead = self.await_keys(p, c.place, pipes, kv_state, work, n_block, is_first)
         q_lane, k_lane = c.q_lane, c.k_lane
         if const_expr(self.config.shares_rows):
             q_lane, k_lane, _ = self.lanes(c.smem, fresh_thread_idx())
