@@ -140,6 +140,40 @@ def test_broken_configs_are_named(config: ForwardConfigSm80, message: str):
     assert any(message in rule for rule in config.check(spec_of()))
 
 
+def test_warps_share_rows_where_values_are_widest():
+    """K and V then pass from shared memory to registers half as often."""
+    for is_causal in (False, True):
+        config = choose_config(spec_of(256, is_causal=is_causal), facts("sm_80"))
+        assert config.shares_rows and config.rows_per_warp == 32 and config.keys_per_warp == 32
+        assert config.registers(spec_of(256)) == 160
+        for plain in (spec_of(128, is_causal=is_causal), spec_of(256, 128, is_causal=is_causal)):
+            assert not choose_config(plain, facts("sm_80")).shares_rows
+    for arch in SMALL:  # no room for P
+        assert not choose_config(spec_of(256), facts(arch)).shares_rows
+
+
+@pytest.mark.parametrize(
+    ("config", "dims"),
+    [
+        (ForwardConfigSm80(128, 32, num_warps=8, shares_rows=True), (256, 256)),
+        (ForwardConfigSm80(128, 64, num_warps=4, shares_rows=True), (128, 128)),
+        (ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True), (192, 192)),
+    ],
+)
+def test_pairs_of_warps_need_whole_panels(config: ForwardConfigSm80, dims: tuple[int, int]):
+    rule = "two warps share rows: expected 32 rows each"
+    assert any(rule in broken for broken in config.check(spec_of(*dims)))
+
+
+def test_warps_are_skipped_in_steps_of_decoding():
+    assert choose_config(spec_of(), facts(few_rows=8)).skips_warps
+    assert not choose_config(spec_of(), facts()).skips_warps
+    lists = spec_of(has_block_mask=True)
+    assert not choose_config(lists, facts(few_rows=8)).skips_warps
+    config = ForwardConfigSm80(64, 64, skips_warps=True)
+    assert any("cannot follow lists of blocks" in broken for broken in config.check(lists))
+
+
 def test_features_that_a_config_cannot_run_are_named():
     config = ForwardConfigSm80(128, 64)
     pages = ForwardSpecialization("bf16", 128, 128, False, True, page_rows=16)
@@ -304,6 +338,27 @@ def test_a_subclass_is_keyed_and_built_by_its_own_base():
     key = selection.key_for(problem(), A100, Half)
     assert isinstance(key, selection.SubclassKey) and key.config.tile_m == 64
     assert selection.kernel_for(key).name.startswith("flash_fwd_sm80_Half_bf16_d128_m64")
+
+
+def test_a_subclass_with_weights_of_its_own_has_all_columns_of_a_row_in_a_warp():
+    fwd = pytest.importorskip("flash_cute.sm80.fwd")
+
+    class Weights(fwd.FlashAttentionForwardSm80):
+        """Weights of its own."""
+
+        def next_weights(self, *args):
+            """Nothing."""
+
+    class Scores(fwd.FlashAttentionForwardSm80):
+        """Steps before the weights."""
+
+        def modify_scores(self, *args):
+            """Nothing."""
+
+    wide = problem(head_dim=256, head_dim_v=256)
+    assert not selection.key_for(wide, A100, Weights).config.shares_rows
+    assert selection.key_for(wide, A100, Scores).config.shares_rows
+    assert selection.key_for(wide, A100).config.shares_rows
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])

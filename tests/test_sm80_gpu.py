@@ -8,6 +8,7 @@ sm80`, which makes it the first choice on Hopper too; those here would then be c
 from __future__ import annotations
 
 import importlib
+import itertools
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,15 @@ import test_split
 import test_variants
 import torch
 
-from flash_cute import Feature, append_plan, flash_attn_func, launch, selection
+from flash_cute import (
+    Feature,
+    append_plan,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    launch,
+    selection,
+)
+from flash_cute.problem import Lengths
 from flash_cute.sm80.config import ForwardConfigSm80, choose_config
 from flash_cute.specialization import LONG_SEQLEN, TileFacts
 
@@ -153,6 +162,11 @@ def test_tiles_of_smaller_shared_memory(gpu: None, dims: tuple[int, int], kib: i
         ((128, 128), ForwardConfigSm80(128, 128, num_warps=8)),
         ((128, 128), ForwardConfigSm80(256, 32, num_warps=8)),
         ((256, 256), ForwardConfigSm80(128, 16, num_warps=8, num_stages=2)),
+        ((256, 256), ForwardConfigSm80(128, 64, num_warps=8, num_stages=2, shares_rows=True)),
+        ((200, 200), ForwardConfigSm80(64, 64, ctas_per_sm=2, shares_rows=True)),
+        ((256, 256), ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True)),
+        ((192, 128), ForwardConfigSm80(64, 128, shares_rows=True)),
+        ((128, 128), ForwardConfigSm80(128, 64, num_warps=8, num_stages=3, shares_rows=True)),
     ],
     ids=str,
 )
@@ -163,6 +177,72 @@ def test_any_stages_warps_and_tiles(gpu: None, dims, config: ForwardConfigSm80, 
     kernel = with_config(lambda spec, _: config)
     for causal in (False, True):
         check(kernel, dims, 290, keys, causal=causal)
+
+
+OPTIONS = [
+    {"window_size": (100, 20)},
+    {"causal": True, "attention_chunk": 96},
+    {"softcap": 20.0},
+    {"sink": True},
+    {"causal": True, "score_mod": lambda score, b, h, q, kv: score + 0.02 * (kv - q) * (h + 1)},
+    {"mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx + h) % 3 != b % 3},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: list(options)[-1])
+def test_warps_that_share_rows_do_all_the_rest(gpu: None, options: dict[str, Any]):
+    """Maxima that lie in the half of one warp, sums of both, an output in two halves."""
+    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    config = ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True, smem_limit=limit)
+    if "sink" in options:
+        options = {"sink": torch.tensor([3.0, -2.0, 0.5, 40.0], device="cuda")}
+    kernel = with_config(lambda spec, _: config)
+    for dims in ((256, 256), (208, 200)):
+        check(kernel, dims, 290, 333, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (10, 2), (6, 1), (40, 2)], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 17, 33, 100])
+def test_warps_without_queries_only_copy(gpu: None, heads: tuple[int, int], rows: int):
+    """Rows of a query's heads lie side by side, and whole warps may have none."""
+    configs = (
+        ForwardConfigSm80(64, 64, num_stages=2, skips_warps=True),
+        ForwardConfigSm80(128, 32, num_stages=3, skips_warps=True),
+    )
+    for config, keys, causal in itertools.product(configs, (31, 300), (False, True)):
+        kernel = with_config(lambda spec, _, config=config: replace(config, smem_limit=99 * 1024))
+        operands = checks.HOSTILE["edges"](checks.Case(2, *heads, rows, keys, 64, 64), "cuda")
+        got = flash_attn_func(
+            *operands, kernel=kernel, return_lse=True, causal=causal, pack_gqa=heads[0] > heads[1]
+        )
+        checks.assert_attention(got, *checks.oracle(*operands, causal=causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
+@pytest.mark.parametrize("num_splits", [1, 3, 0])
+def test_steps_of_decoding_over_pages(gpu: None, page_size: int, num_splits: int):
+    """Few rows, sequences of few blocks and of many, pages that are looked up ahead of the end."""
+    lengths = (1, 63, 64, 65, 130, 700, 1500, 0)
+    batch, most = len(lengths), max(lengths)
+    q, k, v = checks.gaussian(checks.Case(batch, 8, 2, 2, most, 128, 128), "cuda")
+    pages = -(-most // page_size)
+    table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(page_size))
+    table = table.view(batch, pages).int().cuda()
+    slots = [torch.full((batch * pages, page_size, 2, 128), torch.nan, dtype=q.dtype) for _ in "kv"]
+    slots = [cache.cuda() for cache in slots]
+    for b, length in enumerate(lengths):
+        row = torch.arange(length, device="cuda")
+        for cache, dense in zip(slots, (k, v), strict=True):
+            cache[table[b, row // page_size].long(), row % page_size] = dense[b, :length]
+        table[b, -(-length // page_size) :] = 2**31 - 1
+    used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    more = {"page_table": table, "seqused_k": used, "causal": True}
+    got = flash_attn_varlen_func(q, *slots, **more, num_splits=num_splits, return_lse=True)
+    limits = Lengths(page_table=table, seqused_k=used)
+    checks.assert_attention(got, *checks.oracle(q, *slots, limits, causal=True))
 
 
 @pytest.mark.gpu

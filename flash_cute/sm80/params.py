@@ -50,9 +50,7 @@ class LaunchDescriptionSm80(LaunchDescription):
         more: the launch arguments of what callbacks captured, then those of the block lists
         """
         captured, more = self.captured(more)
-        packing = replace(
-            self.head_packing(args), are_heads_neighbours=self.config.skips_warps
-        )
+        packing = replace(self.head_packing(args), are_heads_neighbours=self.config.skips_warps)
         return ForwardParams(
             mQ=self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim),
             mK=self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim),

@@ -82,9 +82,7 @@ class WarpPairs:
         others = self.swap(exchange, own)
         for r in cutlass.range_constexpr(cute.size(row_max)):
             block_max = cute.arch.fmax(own[r], others[r])
-            row_max[r], o_scale[r] = softmax.raise_row(
-                row_max[r], block_max, scale_log2, threshold
-            )
+            row_max[r], o_scale[r] = softmax.raise_row(row_max[r], block_max, scale_log2, threshold)
             row_sum[r] = row_sum[r] * o_scale[r]
 
     @cute.jit
@@ -99,6 +97,7 @@ class WarpPairs:
     # -- P
 
     def address(self, exchange: Exchange, offset: Int32) -> Int32:
+        """That of an element of the tiles of P."""
         return Int32(exchange.weights.toint()) + offset * ELEMENT_BYTES
 
     def post_weights(self, exchange: Exchange, rP: cute.Tensor, k: int):
