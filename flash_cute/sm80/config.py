@@ -70,7 +70,7 @@ class ForwardConfigSm80(TileOfHeads):
         return self.tile_m * self.tile_n * ELEMENT_BYTES, 2 * self.tile_m * 4
 
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
-        """Bytes of shared memory for Q, the rings of K and V, what warps exchange, a tile's place."""
+        """Bytes of shared memory for Q, the K and V rings, what warps exchange, the place."""
         q = self.tile_m * spec.tile_d
         kv = self.num_stages * self.tile_n * (spec.tile_d + spec.tile_dv)
         weights, rows = self.exchange_bytes()
