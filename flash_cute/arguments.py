@@ -166,7 +166,8 @@ class CombineArguments(NamedTuple):
             num_heads) f32, 0 for none. Packed tensors are one batch of seqlen = total rows
             cu_seqlens: (num_sequences + 1,), seqused: (num_sequences,) int32; padded ones have
             num_sequences = batch. split_counts: (num_sequences,) int32, parts of each sequence
-    Units:  teams: groups of threads that share the parts of a row; strides in elements; batch * seqlen * num_heads is at most MAX_COMBINED_ROWS
+    Units:  teams: groups of threads that share the parts of a row; strides in elements;
+            batch * seqlen * num_heads is at most MAX_COMBINED_ROWS
     """
 
     out_partial: Address

@@ -125,8 +125,8 @@ def make_merge(
         lse=(lse_sequence, 1, rows),
     )
     shape = (num_splits, num_batch, rows, heads, p.head_dim_v)
-    # One group of threads has eight parts of a row under way. With a fixed size of the parts a row's
-    # bits may not depend on how many rows there are.
+    # One group of threads has eight parts of a row under way. With a fixed size of the parts the
+    # bits of a row may not depend on how many rows there are.
     has_few = num_batch * rows * heads <= FEW_ROWS and num_splits > 8 and not p.split_size
     teams = MOST_TEAMS if has_few else 1
     plan = make_combine_plan(executable, shape, strides, p.batch if is_packed else None, teams)

@@ -467,10 +467,10 @@ def test_launch_arguments(toy: toy_gpu.Launches):
         args = CombineArguments(*toy.arguments)
         tensors = (parts, lses, out, lse)
         assert args[:6] == (*(tensor.data_ptr() for tensor in tensors), 0, 0)
-        assert args[7:13] == (4, 2, 37, 3, 40, 2)
-        assert args[13:17] == parts.stride()[:-1] and args[17:21] == lses.stride()
-        assert args[21:24] == out.stride()[:-1]
-        assert args[24:27] == (lse.stride(0), lse.stride(2), lse.stride(1)) and args.stream == 0
+        assert args[7:14] == (4, 2, 37, 3, 40, 2, 1)
+        assert args[14:18] == parts.stride()[:-1] and args[18:22] == lses.stride()
+        assert args[22:25] == out.stride()[:-1]
+        assert args[25:28] == (lse.stride(0), lse.stride(2), lse.stride(1)) and args.stream == 0
     assert toy.looked_up == [CombineKey("sm_90a", "fp32", "bf16", 64)]
     flash_attn_combine(parts, lses, return_lse=False)
     assert CombineArguments(*toy.arguments).lse == 0
@@ -574,7 +574,7 @@ def test_plans_take_plain_integers():
     strides = CombineStrides((1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11), (12, 13, 14))
     made = make_combine_plan(lambda *args: calls.append(args), (7, 2, 1, 8, 128), strides)
     made.run((16, 32, 48, 64, 0, 0), 99)
-    numbers = (7, 2, 1, 8, 128, 2, *range(1, 15))
+    numbers = (7, 2, 1, 8, 128, 2, 1, *range(1, 15))
     assert calls == [(16, 32, 48, 64, 0, 0, *numbers, 99)]
     key = combine_key("sm_80", torch.bfloat16, torch.float16, 72, has_seqused=True)
     assert key == CombineKey("sm_80", "bf16", "fp16", 128, has_seqused=True)

@@ -248,8 +248,8 @@ class PartsCombiner:
 
         Shapes:   the first is (elements, loads) f32 rmem; load j begins at column
                   (j * threads_per_row + lane) * elements
-        Contract: the team's part i is copied into slots i % stages and is the i-th group of copies, so it has
-                  landed when at most stages - 1 later ones are under way.
+        Contract: the team's part i is copied into slots i % stages and is the i-th group of copies,
+                  so it has landed when at most stages - 1 later ones are under way.
         """
         sRing = self.ring()  # (elements, loads, stages)
         weights = cute.make_rmem_tensor(self.stages, Float32)
