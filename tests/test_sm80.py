@@ -90,6 +90,32 @@ def test_lanes_find_every_matrix_by_an_xor_and_a_constant(shape: tuple[int, int]
             assert address + constant == 2 * expected
 
 
+@pytest.mark.parametrize(("tile_n", "warps"), [(64, 8), (128, 8), (128, 4)])
+def test_pairs_of_warps_read_what_they_posted_without_conflicts(tile_n: int, warps: int):
+    """`post_weights` and `other_weights` are inline PTX: their XOR and constants are repeated."""
+    pytest.importorskip("cutlass")
+    from flash_cute.sm80.warp_pairs import WarpPairs
+
+    config = ForwardConfigSm80(16 * warps, tile_n, num_warps=warps, shares_rows=True)
+    pairs, places = WarpPairs(spec_of(256), config), {}
+    layout = pairs.layout
+    panels = range(0, layout.cols, layout.panel)
+    for thread, panel, within, r in itertools.product(
+        range(32 * warps), panels, range(layout.chunks), range(4)
+    ):
+        address = 2 * pairs.own_place(thread) ^ 16 * within
+        address += 2 * (panel * layout.rows + 8 * r * layout.panel)
+        row = thread // 32 * 32 + thread % 32 // 4 + 8 * r
+        assert places.setdefault(address, (row, panel + 8 * within + 2 * (thread % 4)))[0] == row
+    assert len(places) == layout.size // 2
+    assert len({2 * pairs.own_place(thread) // 4 % 32 for thread in range(32)}) == 32  # banks
+    for thread, m, k in itertools.product(range(32 * warps), range(2), range(layout.cols // 16)):
+        turned = [2 * pairs.other_place(thread) ^ 16 * c for c in range(0, layout.chunks, 2)]
+        address, constant = layout.matrices(turned, 16 * m, 2 * k)
+        row = (thread // 32 ^ 1) * 32 + 16 * m + thread % 16
+        assert places[address + constant] == (row, 16 * k + thread % 32 // 16 * 8)
+
+
 # ---- Configs -------------------------------------------------------------------------------------
 
 

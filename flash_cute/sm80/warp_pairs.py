@@ -96,16 +96,24 @@ class WarpPairs:
 
     # -- P
 
+    def own_place(self, thread: Int32) -> Int32:
+        """Where a thread's first weight lies among the tiles of P."""
+        row = thread & -LANES | (thread & LANES - 1) >> 2
+        return self.layout.offset(row, 0) + 2 * (thread & 3)
+
+    def other_place(self, thread: Int32) -> Int32:
+        """A lane's offset for matrices of the other warp's P."""
+        first = (thread & -LANES ^ ROWS) * self.layout.panel
+        return first + self.layout.lane_of_rows(thread & LANES - 1)
+
     def address(self, exchange: Exchange, offset: Int32) -> Int32:
         """That of an element of the tiles of P."""
         return Int32(exchange.weights.toint()) + offset * ELEMENT_BYTES
 
     def post_weights(self, exchange: Exchange, rP: cute.Tensor, k: int):
         """Write this thread's weights of 16 of its warp's keys."""
-        thread = fresh_thread_idx()
         layout, words = self.layout, cute.recast_tensor(rP, Int32)
-        row = thread & -LANES | (thread & LANES - 1) >> 2
-        first = self.address(exchange, layout.offset(row, 0) + 2 * (thread & 3))
+        first = self.address(exchange, self.own_place(fresh_thread_idx()))
         for chunk in (2 * k, 2 * k + 1):
             address = moved_chunks(first, chunk % layout.chunks)
             panel = chunk // layout.chunks * layout.rows
@@ -115,9 +123,8 @@ class WarpPairs:
 
     def other_weights(self, exchange: Exchange, k: int, dtype) -> cute.Tensor:
         """A of P V: the other warp's weights of 16 keys, (8, rows / 16)."""
-        thread, layout = fresh_thread_idx(), self.layout
-        first = (thread & -LANES ^ ROWS) * layout.panel
-        lane = self.address(exchange, first + layout.lane_of_rows(thread & LANES - 1))
+        layout = self.layout
+        lane = self.address(exchange, self.other_place(fresh_thread_idx()))
         rA = cute.make_rmem_tensor((CHUNK, ROWS // 16), dtype)
         for m in range(ROWS // 16):
             place = layout.matrices(layout.places(lane), 16 * m, 2 * k)
