@@ -184,7 +184,7 @@ def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
     first: list[ForwardConfigSm80] = []
     if spec.tile_dv == 256 and not is_busy:
         first = [ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True)]
-    elif spec.tile_d == 64 and is_plain:
+    elif spec.tile_d == 64 and is_plain and not (spec.is_packed_q or spec.is_packed_k):
         first = [ForwardConfigSm80(128, 96, ctas_per_sm=2, keeps_q=True)]
     elif spec.tile_d == spec.tile_dv == 128 and is_plain and spec.is_causal:
         first = [ForwardConfigSm80(128, 64, num_stages=2, ctas_per_sm=2)]
