@@ -7,17 +7,18 @@ Algorithm, per tile of tile_m queries of one head, keys visited from the last bl
     O = O + P V_j                     mma.sync, P from registers
     out = O / row_sum, lse = log(row_sum) + max
 
-All warps do all of it, each for 16 or 32 rows of its own; a CTA has one tile. While a block is
-worked on, later ones are copied: K into the stage that S_j has freed, V into the one that O of the
-block before has. With s stages, per block j:
+All warps do all of it, each for 16 or 32 rows of its own, or two for the same (warp_pairs.py); where
+few queries are, a warp without any only copies. A CTA has one tile. While a block is worked on,
+later ones are copied: K into the stage that S_j has freed, V into the one that O of the block
+before has. With s stages, per block j:
 
     wait K_j, barrier | start V_{j+s-1} | S_j, maximum | wait V_j, barrier | start K_{j+s} | P, O
 
 Copies are committed in the order (Q, K_0), V_0, K_1, V_1, ..., a group for each, empty where there
-is no block: 2 s - 2 groups follow the one that is waited for, one more the first, before which V is
-started, too. The barrier makes the copies of all
-threads visible to all, and says that all have read what the copies after it overwrite. Several CTAs
-of a multiprocessor fill each other's waits.
+is no block: 2 s - 2 groups follow the one that is waited for, and one more the first, as V_{s-1} is
+started with the first copies. The barrier makes the copies of all threads visible to all, and says
+that all have read what the copies after it overwrite. Several CTAs of a multiprocessor fill each
+other's waits.
 
 Budget: shared memory in ForwardConfigSm80.smem_bytes, registers of O, S and Q in `registers`.
 """
