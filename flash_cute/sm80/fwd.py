@@ -8,8 +8,8 @@ Algorithm, per tile of tile_m queries of one head, keys visited from the last bl
     out = O / row_sum, lse = log(row_sum) + max
 
 All warps do all of it, each for 16 or 32 rows of its own, or two for the same (warp_pairs.py);
-where queries are few, a warp without any only copies. A CTA has one tile. While a block is worked on,
-later ones are copied: K into the stage that S_j has freed, V into the one that O of the block
+where queries are few, a warp without any only copies. A CTA has one tile. While a block is worked
+on, later ones are copied: K into the stage that S_j has freed, V into the one that O of the block
 before has. With s stages, per block j:
 
     wait K_j, barrier | start V_{j+s-1} | S_j, maximum | wait V_j, barrier | start K_{j+s} | P, O
