@@ -203,7 +203,7 @@ SM100 = Declaration(
     kernel="FlashAttentionForwardSm100",
     module="flash_cute.sm100.fwd",
     archs=("sm_100a", "sm_103a"),
-    features=_ON_SM90 | {Feature.SCORE_MOD, Feature.MASK_MOD},
+    features=SM90.features,
     choose_config=sm100.choose_config,
     gathers_keys=False,
 )

@@ -20,7 +20,7 @@ from flash_cute.specialization import ForwardSpecialization, TileFacts
 
 B200 = Target.from_arch("sm_100a")
 DIMS = [(d, d) for d in TILE_HEAD_DIMS] + MIXED_DIMS
-SUPPORTED = [f for f in FEATURES if f.get("page_rows") != 1 and not f.get("has_block_mask")]
+SUPPORTED = [f for f in FEATURES if f.get("page_rows") != 1]
 
 
 def facts(few_rows: int | None = None) -> TileFacts:
@@ -157,8 +157,7 @@ def test_broken_configs_are_named(changes: dict[str, int], message: str):
 
 def test_what_is_not_there_is_named():
     config = ForwardConfigSm100()
-    for features in ({"has_block_mask": True}, {"page_rows": 1}):
-        assert any("not supported on SM100" in rule for rule in config.check(spec_of(**features)))
+    assert any("not supported on SM100" in rule for rule in config.check(spec_of(page_rows=1)))
     wide = dataclasses.replace(config, tile_n=64, num_stages=1)
     assert any("columns of tensor memory" in rule for rule in wide.check(spec_of(256)))
 

@@ -88,10 +88,10 @@ class ForwardConfigSm100(TileOfHeads):
                     f"tile_n is {self.tile_n}, expected a multiple of {key.width}, the "
                     f"{key.kind}.__vec_size__"
                 )
-        if spec.has_block_mask or spec.gathers_keys or spec.has_qv:
-            broken.append("block masks, gathered keys and qv are not supported on SM100")
-        if spec.is_split and not spec.has_lse:
-            broken.append("the keys are split: lse is needed")
+        if spec.gathers_keys or spec.has_qv:
+            broken.append("gathered keys and qv are not supported on SM100")
+        if spec.is_split and (spec.has_block_mask or not spec.has_lse):
+            broken.append("the keys are split: lists of blocks cannot be, and lse is needed")
         if not spec.gathers_keys and (
             spec.page_rows % 8 or (spec.page_rows and self.tile_n % spec.page_rows)
         ):
@@ -117,10 +117,14 @@ def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfi
     config = ForwardConfigSm100()
     if spec.tile_d > ROWS:
         config = replace(config, tile_n=64)
-    if spec.tile_d == 256 or (facts.few_rows is not None and facts.few_rows <= ROWS):
+    has_few_rows = facts.few_rows is not None and facts.few_rows <= ROWS
+    if spec.tile_d == 256 or spec.tile_dv > ROWS or has_few_rows:  # two O would find no room
         config = replace(config, tile_m=ROWS)
-    elif spec.tile_dv > ROWS:  # no room for two O
-        config = replace(config, tile_m=ROWS)
+    if spec.has_block_mask:  # tiles divide its blocks
+        block_q, block_k = facts.block_size or (2 * ROWS, ROWS)
+        tile_m = ROWS if block_q % (2 * ROWS) else config.tile_m
+        tile_n = next((n for n in (128, 64) if n <= config.tile_n and block_k % n == 0), 32)
+        config = replace(config, tile_m=tile_m, tile_n=tile_n)
     if spec.modifies_scores or spec.mask_mod is not None:
         config = replace(config, num_polynomial=0)  # the FMA units have enough to do
     fitting = (replace(config, num_stages=n) for n in (4, 3, 2))

@@ -71,6 +71,7 @@ class Consumer:
     scores: Int32  # their address in tensor memory
     factors: cute.Tensor  # (rows,) of the buffer, in shared memory
     running: cute.Tensor  # (rows, buffer), in shared memory
+    blocks: cute.Tensor  # numbers of blocks, in shared memory
     row_max: cute.Tensor  # (1,) f32, as row_sum and o_scale
     row_sum: cute.Tensor
     o_scale: cute.Tensor
@@ -82,6 +83,7 @@ class Phases:
 
     scores: Int32
     maximum: Int32  # of the other buffer
+    visited: Int32  # blocks before the tile, with a block mask
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,9 @@ class FlashAttentionForwardSm100(AttentionKernel):
             pipes.tile.consumer_release(tile_state)
 
     def num_blocks(self, work: Work) -> Int32:
-        """Blocks of keys that are visited for a tile."""
+        """Blocks of keys that are visited for a tile: one where a block mask lists none."""
+        if self.spec.has_block_mask:
+            return cutlass.max(work.num_partial + work.num_full, 1)
         return work.blocks.end - work.blocks.begin
 
     def lanes(self) -> Int32:
@@ -195,15 +199,19 @@ class FlashAttentionForwardSm100(AttentionKernel):
         consumer = pipeline.PipelineUserType.Consumer
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         c = self.start_consumer(smem, tmem)
-        s_phase, max_phase, free_phase = Int32(0), Int32(0), Int32(1)
+        s_phase, max_phase, free_phase, visited = Int32(0), Int32(0), Int32(1), Int32(0)
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
             c.row_max.fill(-Float32.inf)
             c.row_sum.fill(0.0)
-            phases = Phases(s_phase, max_phase)
-            phases, num_visits = self.visit_range(p, c, pipes, (phases, Int32(0)), work)
+            states = (Phases(s_phase, max_phase, visited), Int32(0))
+            if const_expr(self.spec.has_block_mask):
+                phases, num_visits = self.visit_lists(p, c, pipes, states, work)
+                visited += num_visits
+            else:
+                phases, num_visits = self.visit_range(p, c, pipes, states, work)
             s_phase, max_phase = phases.scores, phases.maximum
             if const_expr(self.config.num_tiles_q == 1):
                 # Where the other buffer had the last block, its maximum was not waited for.
@@ -227,6 +235,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             scores=self.memory.scores(tmem, buffer) + self.lanes(),
             factors=smem.factors[None, buffer],
             running=smem.running,
+            blocks=smem.blocks,
             row_max=cute.make_rmem_tensor(1, Float32),
             row_sum=cute.make_rmem_tensor(1, Float32),
             o_scale=cute.make_rmem_tensor(1, Float32),
@@ -243,10 +252,11 @@ class FlashAttentionForwardSm100(AttentionKernel):
         The states are Phases and the number of blocks visited.
         """
         phases, num_visits = kv_state
+        block = (self.block_or_slot(n_block, kv_state), True, False, True)
         if const_expr(self.config.num_tiles_q == 2):
-            phases = self.weigh_block(p, c, pipes, phases, work, (n_block, True, False, True))
+            phases = self.weigh_block(p, c, pipes, phases, work, block)
         elif c.buffer == 0:
-            phases = self.weigh_block(p, c, pipes, phases, work, (n_block, True, False, True))
+            phases = self.weigh_block(p, c, pipes, phases, work, block)
         return phases, num_visits + 1
 
     @cute.jit
@@ -263,21 +273,31 @@ class FlashAttentionForwardSm100(AttentionKernel):
     ):
         """Scores and weights of a later block; returns the states of the next one."""
         phases, num_visits = kv_state
-        block = (n_block, is_masked, may_be_edge, False)
+        block = (self.block_or_slot(n_block, kv_state), is_masked, may_be_edge, False)
         if const_expr(self.config.num_tiles_q == 2):
             phases = self.weigh_block(p, c, pipes, phases, work, block)
         elif num_visits & 1 == c.buffer:
             phases = self.weigh_block(p, c, pipes, phases, work, block)
         return phases, num_visits + 1
 
+    def block_or_slot(self, n_block, kv_state):
+        """The number of a block, or where it will be when its scores are there."""
+        if not self.spec.has_block_mask:
+            return n_block
+        phases, num_visits = kv_state
+        return (phases.visited + num_visits) % self.exchange.block_slots
+
     @cute.jit
     def weigh_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, phases, work: Work, block):
         """From S to P of a block of this warpgroup's; returns the next phases.
 
-        block: (number, whether it is masked, whether it may be, whether it is a tile's first)
+        block: (number or slot, whether it is masked, whether it may be, whether it is a tile's
+            first)
         """
         n_block, is_masked, may_be_edge, is_first = block
         S = self.read_scores(c, pipes, phases.scores)
+        if const_expr(self.spec.has_block_mask):
+            n_block = c.blocks[n_block]
         place = self.place(fresh_thread_idx())
         self.modify_scores(p, S, work, n_block, place, is_masked, may_be_edge)
         if const_expr(is_first):
@@ -287,7 +307,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             self.next_weights(p, c, pipes, phases, S)
         self.write_weights(p, c, pipes, S)
         max_phase = phases.maximum if const_expr(is_first) else phases.maximum ^ 1
-        return Phases(phases.scores ^ 1, max_phase)
+        return Phases(phases.scores ^ 1, max_phase, phases.visited)
 
     @cute.jit
     def read_scores(self, c: Consumer, pipes: Pipes, s_phase: Int32):
@@ -360,22 +380,19 @@ class FlashAttentionForwardSm100(AttentionKernel):
         consumer = pipeline.PipelineUserType.Consumer
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         v_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
-        phases = CorrectionPhases(Int32(0), Int32(0), Int32(0))
+        phases, visited = CorrectionPhases(Int32(0), Int32(0), Int32(0)), Int32(0)
         c = Finished(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32))
         output = self.memory.output(tmem, 0) + self.lanes()
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
-            num_blocks = self.num_blocks(work)
-            self.clear_tail(smem, pipes, v_state, work, work.blocks.end - 1)
-            if const_expr(self.spec.is_ragged_k):
-                for _ in cutlass.range(num_blocks, unroll=1):
-                    v_state.advance()
+            v_place = (v_state, visited)
             if const_expr(self.config.num_tiles_q == 2):
-                phases = self.correct_halves(smem, pipes, output, phases, num_blocks)
+                phases, v_place = self.correct_halves(smem, pipes, output, phases, v_place, work)
             else:
-                phases = self.correct_in_turns(smem, pipes, output, phases, num_blocks)
+                phases, v_place = self.correct_in_turns(smem, pipes, output, phases, v_place, work)
+            v_state, visited = v_place
             # Read anew: the tile's place then occupies no registers during the loop.
             work = self.receive(p, smem, tile_state.index)
             if const_expr(self.config.num_tiles_q == 2):
@@ -394,26 +411,33 @@ class FlashAttentionForwardSm100(AttentionKernel):
             m_block = smem.tiles[0, tile_state.index]
 
     @cute.jit
-    def correct_halves(self, smem, pipes: Pipes, output: Int32, phases, num_blocks: Int32):
-        """Rescale both O of a tile before the products that need it; returns the next phases."""
+    def correct_halves(self, smem, pipes: Pipes, output: Int32, phases, v_place, work: Work):
+        """Rescale both O of a tile before the products that need it.
+
+        Returns the next phases and the next place of V, as `clear_tail`.
+        """
+        v_place = self.clear_tail(smem, pipes, v_place, work, True)
         for i in cutlass.range_constexpr(BUFFERS):
             self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
         scale_phase = phases.scale
-        for _ in cutlass.range(num_blocks - 1, unroll=1):
+        for _ in cutlass.range(self.num_blocks(work) - 1, unroll=1):
+            v_place = self.clear_tail(smem, pipes, v_place, work, False)
             for i in cutlass.range_constexpr(BUFFERS):
                 self.signals.wait(pipes, Signal.SCALE, i, scale_phase)
                 row = fresh_thread_idx() % THREADS_PER_WARPGROUP
                 self.rescale(output + i * self.spec.tile_dv, smem.factors[row, i])
                 self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
             scale_phase ^= 1
-        return CorrectionPhases(scale_phase, phases.output, phases.tile)
+        return CorrectionPhases(scale_phase, phases.output, phases.tile), v_place
 
     @cute.jit
-    def correct_in_turns(self, smem, pipes: Pipes, output: Int32, phases, num_blocks: Int32):
+    def correct_in_turns(self, smem, pipes: Pipes, output: Int32, phases, v_place, work: Work):
         """`correct_halves` of a tile of 128 queries, whose blocks alternate between the buffers."""
+        v_place = self.clear_tail(smem, pipes, v_place, work, True)
         self.signals.arrive(pipes, Signal.P, 0, Role.CORRECTION)
         scale_phases, output_phase = phases.scale, phases.output
-        for j in cutlass.range(1, num_blocks, unroll=1):
+        for j in cutlass.range(1, self.num_blocks(work), unroll=1):
+            v_place = self.clear_tail(smem, pipes, v_place, work, False)
             buffer = j & 1
             self.signals.wait(pipes, Signal.SCALE, buffer, scale_phases >> buffer & 1)
             scale_phases ^= 1 << buffer
@@ -422,7 +446,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             output_phase ^= 1
             self.rescale(output, factor)
             self.signals.arrive(pipes, Signal.P, buffer, Role.CORRECTION)
-        return CorrectionPhases(scale_phases, output_phase, phases.tile)
+        return CorrectionPhases(scale_phases, output_phase, phases.tile), v_place
 
     @cute.jit
     def take_stats(self, smem: SharedTensors, pipes: Pipes, buffer: int, phase: Int32):
@@ -472,11 +496,32 @@ class FlashAttentionForwardSm100(AttentionKernel):
         tensor_memory.order_before()
 
     @cute.jit
-    def clear_tail(self, smem: SharedTensors, pipes: Pipes, v_state, work: Work, n_block: Int32):
-        """Zero the rows of a V block that belong to no key: 0 times their NaN would be NaN."""
+    def clear_tail(
+        self,
+        smem: SharedTensors,
+        pipes: Pipes,
+        v_place,
+        work: Work,
+        is_first: cutlass.Constexpr[bool],
+    ):
+        """Zero the rows of a V block that belong to no key: 0 times their NaN would be NaN.
+
+        v_place: (state of V, blocks visited); returns those of the next block
+        """
+        v_state, visited = v_place
         if const_expr(self.spec.is_ragged_k):
-            num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
-            if num_valid < self.config.tile_n:
-                pipes.v.consumer_wait(v_state)
-                first_row = cutlass.max(num_valid, 0)
-                zero_rows(smem.sV[None, None, v_state.index], first_row, THREADS_PER_WARPGROUP)
+            # The last keys come first, but for those of lists.
+            if const_expr(is_first or self.spec.has_block_mask):
+                n_block = work.blocks.end - 1
+                if const_expr(self.spec.has_block_mask):
+                    pipes.v.consumer_wait(v_state)  # the number is there before
+                    n_block = smem.blocks[visited % self.exchange.block_slots]
+                num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
+                if num_valid < self.config.tile_n:
+                    pipes.v.consumer_wait(v_state)
+                    first_row = cutlass.max(num_valid, 0)
+                    sV = smem.sV[None, None, v_state.index]
+                    zero_rows(sV, first_row, THREADS_PER_WARPGROUP)
+            v_state.advance()
+            visited += 1
+        return v_state, visited

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 
 from flash_cute.device.load import Keys, LoadWarp
 
@@ -12,6 +12,10 @@ class LoadWarpSm100(LoadWarp):
 
     All of them at once would take more uniform registers than the warp of the products leaves.
     """
+
+    def slot_of(self, state) -> Int32:
+        """The softmax looks when the stage of K may be filled anew."""
+        return state.count % self.exchange.block_slots
 
     @cute.jit
     def fill(self, p, operand, pipe, state, keys: Keys, place, block, page):

@@ -103,10 +103,20 @@ class SharedTensors(NamedTuple):
     maxima: cute.Tensor
     running: cute.Tensor  # (rows, buffer) f32: maximum so far, for the next block
     tmem: cute.Tensor  # (1,) int32: address of the tensor memory
+    blocks: cute.Tensor  # (block_slots,) int32: numbers of the newest blocks, with a block mask
 
 
 class Exchange(TileExchange):
     """Lays out shared memory and opens the pipelines of one specialization with one config."""
+
+    @property
+    def block_slots(self) -> int:
+        """Numbers of blocks that are kept.
+
+        A stage of K is filled anew when its product is done; that was issued when P of the second
+        block before it was there at the latest. Numbers of later blocks may still be read.
+        """
+        return self.config.num_stages + BUFFERS
 
     def storage(self, p: ForwardParams):
         """The struct of shared memory."""
@@ -122,6 +132,7 @@ class Exchange(TileExchange):
             tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
             signals: cute.struct.MemRange[Int64, BUFFERS * len(Signal)]
             tmem: cute.struct.MemRange[Int32, 1]
+            blocks: cute.struct.MemRange[Int32, self.block_slots]
             tiles: cute.struct.MemRange[Int32, self.tile_fields * TILE_STAGES]
             factors: cute.struct.MemRange[Float32, ROWS * BUFFERS]
             sums: cute.struct.MemRange[Float32, ROWS * BUFFERS]
@@ -146,6 +157,7 @@ class Exchange(TileExchange):
             storage.maxima.get_tensor(rows),
             storage.running.get_tensor(rows),
             storage.tmem.get_tensor(cute.make_layout(1)),
+            storage.blocks.get_tensor(cute.make_layout(self.block_slots)),
         )
 
     def pipelines(self, storage) -> Pipes:
