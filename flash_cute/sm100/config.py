@@ -35,8 +35,8 @@ class ForwardConfigSm100(TileOfHeads):
     tile_n: int = 128
     num_stages: int = 2
     num_polynomial: int = 4
-    regs_softmax: int = 200
-    regs_correction: int = 64
+    regs_softmax: int = 208
+    regs_correction: int = 48
     regs_other: int = 48  # of the warps that load and multiply
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
     is_persistent: ClassVar[bool] = True  # CTAs take further tiles from a counter
