@@ -23,8 +23,8 @@ DIMS = [(d, d) for d in TILE_HEAD_DIMS] + MIXED_DIMS
 SUPPORTED = [f for f in FEATURES if f.get("page_rows") != 1]
 
 
-def facts(few_rows: int | None = None) -> TileFacts:
-    return TileFacts(8192, few_rows, None, SMEM_BYTES)
+def facts(few_rows: int | None = None, block_size: tuple[int, int] | None = None) -> TileFacts:
+    return TileFacts(8192, few_rows, block_size, SMEM_BYTES)
 
 
 def spec_of(d: int = 128, dv: int | None = None, **features) -> ForwardSpecialization:
@@ -140,6 +140,15 @@ def test_chosen_configs_obey_the_rules(dims: tuple[int, int]):
         assert config.tile_m == (128 if few_rows or dims[0] == 256 or dims[1] > 128 else 256)
 
 
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (256, 96), (512, 128), (64, 192)], ids=str)
+def test_tiles_divide_the_blocks_of_a_mask(block: tuple[int, int], dims: tuple[int, int]):
+    spec = spec_of(*dims, has_block_mask=True)
+    config = choose_config(spec, facts(block_size=block))
+    assert config.divides(block, spec) and not config.check(spec)
+    assert config.rows_q in (128, 256) and config.rows_used(spec) <= block[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -236,6 +245,15 @@ def cells():
 @pytest.mark.parametrize(("spec", "few_rows"), list(cells()), ids=lambda x: getattr(x, "label", x))
 def test_cell_compiles_without_spills(spec: ForwardSpecialization, few_rows: int | None):
     check_compile(*choose(spec, few_rows), "sm_100a")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("block", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+def test_blocks_of_masks_compile_without_spills(dims: tuple[int, int], block: tuple[int, int]):
+    features = {"has_block_mask": True, "has_full_blocks": True, "is_packed_q": True}
+    spec = spec_of(*dims, is_packed_k=True, **features)
+    check_compile(choose_config(spec, facts(block_size=block)), spec, "sm_100a")
 
 
 @pytest.mark.compile

@@ -25,8 +25,8 @@ class ForwardConfigSm100(TileOfHeads):
     """One way to run the SM100 forward kernel.
 
     Shapes: a CTA owns (tile_m queries) x (all keys), visited tile_n keys at a time. Each of two
-            softmax warpgroups owns 128 of the tile_m rows, or, with tile_m 128, every other block
-            of keys.
+            softmax warpgroups owns 128 of the tile_m rows, or, with tile_m 128 and 64, every other
+            block of keys.
     Units:  num_polynomial: of every 16 weights as many are 2**x by a polynomial on the FMA units,
             an even number; the others take the exponential unit.
     """
@@ -51,7 +51,12 @@ class ForwardConfigSm100(TileOfHeads):
     @property
     def num_tiles_q(self) -> int:
         """Products of 128 rows that a tile of queries takes."""
-        return self.tile_m // ROWS
+        return self.rows_q // ROWS
+
+    @property
+    def rows_q(self) -> int:
+        """Rows of Q in shared memory: in a tile of 64 queries the upper half holds nothing."""
+        return max(self.tile_m, ROWS)
 
     def tmem_columns(self, spec: ForwardSpecialization) -> int:
         """Columns of tensor memory: two blocks of scores, where P lies too, and the output."""
@@ -59,15 +64,15 @@ class ForwardConfigSm100(TileOfHeads):
 
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the K and V rings, row factors and barriers."""
-        q = self.tile_m * spec.tile_d
+        q = self.rows_q * spec.tile_d
         kv = self.num_stages * self.tile_n * (spec.tile_d + spec.tile_dv)
         return (q + kv) * ELEMENT_BYTES + 5 * 1024
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""
         broken: list[str] = []
-        if self.tile_m not in (ROWS, 2 * ROWS):
-            broken.append(f"tile_m is {self.tile_m}, expected 128 or 256")
+        if self.tile_m not in (ROWS // 2, ROWS, 2 * ROWS):
+            broken.append(f"tile_m is {self.tile_m}, expected 64, 128 or 256")
         if self.tile_n not in (32, 64, 128):
             broken.append(f"tile_n is {self.tile_n}, expected 32, 64 or 128")
         if spec.tile_d not in TILE_HEAD_DIMS or spec.tile_dv not in TILE_HEAD_DIMS:
@@ -122,9 +127,11 @@ def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfi
         config = replace(config, tile_m=ROWS)
     if spec.has_block_mask:  # tiles divide its blocks
         block_q, block_k = facts.block_size or (2 * ROWS, ROWS)
-        tile_m = ROWS if block_q % (2 * ROWS) else config.tile_m
+        tile_m = next((m for m in (256, 128) if m <= config.tile_m and block_q % m == 0), 64)
         tile_n = next((n for n in (128, 64) if n <= config.tile_n and block_k % n == 0), 32)
-        config = replace(config, tile_m=tile_m, tile_n=tile_n)
+        config = replace(config, tile_m=tile_m, tile_n=tile_n, regs_softmax=200, regs_correction=64)
+    if config.tile_n <= 64:  # few scores a thread
+        config = replace(config, regs_softmax=160, regs_correction=96, regs_other=96)
     if spec.modifies_scores or spec.mask_mod is not None:
         config = replace(config, num_polynomial=0)  # the FMA units have enough to do
     fitting = (replace(config, num_stages=n) for n in (4, 3, 2))

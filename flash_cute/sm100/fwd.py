@@ -60,6 +60,7 @@ CORRECTION_WARP = 2 * WARPS_PER_WARPGROUP  # the first one, as the others
 MMA_WARP = 3 * WARPS_PER_WARPGROUP
 LOAD_WARP = MMA_WARP + 1
 COLUMNS = 16  # of O that the correction holds at a time
+PAST_QUERIES = 2**30  # a row that no sequence has
 WORDS = 16  # of P that are stored at a time
 
 
@@ -242,8 +243,14 @@ class FlashAttentionForwardSm100(AttentionKernel):
         )
 
     def place(self, thread: Int32):
-        """Row within the query tile and first column within a key block of a softmax thread."""
-        return thread % self.config.tile_m, 0
+        """Row within the query tile and first column within a key block of a softmax thread.
+
+        Rows that hold nothing are far behind the queries: they see what they like, unwritten.
+        """
+        row = thread % self.config.rows_q
+        if self.config.tile_m < self.config.rows_q:
+            row = cutlass.select_(row < self.config.tile_m, row, Int32(PAST_QUERIES))
+        return row, 0
 
     @cute.jit
     def first_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work, n_block):
@@ -485,7 +492,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
         self, p: ForwardParams, c: Finished, work: Work, output: Int32, i: cutlass.Constexpr[int]
     ):
         """Close the rows of one product's tile, scale them and write them."""
-        row = i * ROWS + fresh_thread_idx() % THREADS_PER_WARPGROUP
+        row, _ = self.place(i * ROWS + fresh_thread_idx() % THREADS_PER_WARPGROUP)
         rows, factor = self.store_lse(p, c, work, row)
         for col in cutlass.range_constexpr(0, self.spec.tile_dv, COLUMNS):
             O = cute.make_rmem_tensor((1, COLUMNS), Float32)

@@ -57,7 +57,7 @@ class LaunchDescriptionSm100(TmaDescription):
         packing, positions = self.head_packing(args), config.positions(spec)
         box_rows = spec.page_rows or tile_n
         return ForwardParams(
-            q=self.tma_operand(mQ, (config.tile_m, spec.tile_d, 1), positions),
+            q=self.tma_operand(mQ, (config.rows_q, spec.tile_d, 1), positions),
             k=self.tma_operand(mK, (tile_n, spec.tile_d, stages), box_rows),
             v=self.tma_operand(mV, (tile_n, spec.tile_dv, stages), box_rows),
             packing=packing,
