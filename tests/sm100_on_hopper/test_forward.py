@@ -45,6 +45,26 @@ def test_sm90_kernel_is_launched_right(hopper: Worker, dims: tuple[int, int], ca
     assert names and names[0].startswith("flash_fwd_sm90")
 
 
+SERVING: dict[str, Any] = {
+    "append": "none",
+    "rotary": None,
+    "page_size": None,
+    "leftpad": False,
+    "batch_idx": False,
+    "packed_q": False,
+    "splits": 0,
+    "metadata": False,
+    "mask": {"causal": True},
+    "softcap": 0.0,
+    "sinks": True,
+    "heads": (6, 1),
+    "dim": 64,
+    "dtype": torch.float16,
+    "lengths": "few_short",
+}
+PADDED = {"leftpad": True, "batch_idx": True, "packed_q": True, "splits": 3}
+COUNTED = {"page_size": 64, "metadata": True, "batch_idx": True}
+
 # Tests of the package by the feature that they are about.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pages": ("test_paged", "test_pages_of_any_order", {"dims": (64, 64), "page_size": 16}),
@@ -61,6 +81,8 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "parts": ("test_split", "test_parts_give_the_whole", {"dims": (64, 64), "rows": 17}),
     "packed heads": ("test_pack_gqa", "test_packed_sequences_with_packed_heads", {}),
+    "left padding": ("test_kvcache_gpu", "test_sweep", {"case": SERVING | PADDED}),
+    "counted parts": ("test_kvcache_gpu", "test_sweep", {"case": SERVING | COUNTED}),
 }
 
 
@@ -122,6 +144,8 @@ NEEDED = {
     "small blocks": Feature.BLOCK_SPARSITY,
     "parts": Feature.SPLIT_KV,
     "packed heads": Feature.PACK_GQA,
+    "left padding": Feature.LEFTPAD,
+    "counted parts": Feature.BATCH_IDX,
 }
 
 
@@ -140,12 +164,13 @@ def pairs_cases() -> Iterator[Any]:
         yield pytest.param(case, id=test_variants.label(case), marks=marks)
 
 
-@pytest.mark.parametrize("case", pairs_cases())
+@pytest.mark.parametrize("case", list(pairs_cases()))
 def test_sm100_pairs_of_features(hopper: Worker, case: dict[str, Any]):
     """Plain and lazy by turns."""
     mode = BOTH[test_variants.CASES.index(case) % 2]
     test = ("test_variants", "test_pairs_of_features", {"case": case})
     hopper.call(forward.run_test, "SM100", "sm_100a", *test, mode)
+
 
 SM100_FAULTS = {
     "stride of an operand": (
