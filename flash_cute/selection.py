@@ -207,7 +207,6 @@ SM100 = Declaration(
     features=SM90.features,
     choose_config=sm100.choose_config,
     block_step=(64, 32),
-    gathers_keys=False,
 )
 
 ALL_KERNELS = (SM90, SM90_MLA, SM80, SM100)

@@ -12,6 +12,7 @@ from flash_cute.specialization import ForwardSpecialization, TileFacts, TileOfHe
 
 SMEM_BYTES = 232_448  # 227 KB, what one CTA may have on SM100
 REGISTERS_PER_SM = 65_536
+THREADS_PER_WARP = 32
 THREADS_PER_WARPGROUP = 128
 ROWS = 128  # of a matrix product: the lanes of tensor memory
 TMEM_COLUMNS = 512  # of 32 bits in each lane
@@ -58,6 +59,10 @@ class ForwardConfigSm100(TileOfHeads):
         """Rows of Q in shared memory: in a tile of 64 queries the upper half holds nothing."""
         return max(self.tile_m, ROWS)
 
+    def num_load_warps(self, spec: ForwardSpecialization) -> int:
+        """Warps that load: one issues every TMA; keys are gathered by two, a row for each lane."""
+        return 2 if spec.gathers_keys else 1
+
     def tmem_columns(self, spec: ForwardSpecialization) -> int:
         """Columns of tensor memory: two blocks of scores, where P lies too, and the output."""
         return 2 * self.tile_n + self.num_tiles_q * spec.tile_dv
@@ -93,8 +98,11 @@ class ForwardConfigSm100(TileOfHeads):
                     f"tile_n is {self.tile_n}, expected a multiple of {key.width}, the "
                     f"{key.kind}.__vec_size__"
                 )
-        if spec.gathers_keys or spec.has_qv:
-            broken.append("gathered keys and qv are not supported on SM100")
+        if spec.has_qv:
+            broken.append("qv is not supported on SM100")
+        most = THREADS_PER_WARP * self.num_load_warps(spec)
+        if spec.gathers_keys and self.tile_n > most:
+            broken.append(f"tile_n is {self.tile_n}, at most {most} where keys are gathered")
         if spec.is_split and (spec.has_block_mask or not spec.has_lse):
             broken.append("the keys are split: lists of blocks cannot be, and lse is needed")
         if not spec.gathers_keys and (
@@ -120,7 +128,7 @@ class ForwardConfigSm100(TileOfHeads):
 def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfigSm100:
     """The config of a problem, reckoned and not measured: as many stages as fit."""
     config = ForwardConfigSm100()
-    if spec.tile_d > ROWS:
+    if spec.tile_d > ROWS or spec.gathers_keys:
         config = replace(config, tile_n=64)
     has_few_rows = facts.few_rows is not None and facts.few_rows <= ROWS
     if spec.tile_d == 256 or spec.tile_dv > ROWS or has_few_rows:  # two O would find no room

@@ -13,7 +13,8 @@ Roles (the pipelines and signals between them: pipes.py):
     warpgroups 0, 1    softmax: the scores of one half of the queries each
     warpgroup 2        correction: rescales O, and writes the output
     warp 12            mma.py: issues every product
-    warp 13            device/load.py: issues every TMA and fetches tiles; warps 14, 15 idle
+    warp 13            device/load.py: issues every TMA and fetches tiles; warps 14, 15 idle, but
+                       for warp 14 where keys are gathered: device/gather.py
 
 Where tensor memory has no room for two O, or a tile's queries are few, it has 128 rows: blocks of
 keys then alternate between the buffers and the softmax warpgroups, which pass on the maximum.
@@ -40,7 +41,7 @@ from flash_cute.device.forward import AttentionKernel, Work
 from flash_cute.device.primitives import fresh_thread_idx, pack_halves, zero_rows
 from flash_cute.sm100 import tensor_memory
 from flash_cute.sm100.config import ROWS, THREADS_PER_WARPGROUP, ForwardConfigSm100
-from flash_cute.sm100.load import LoadWarpSm100
+from flash_cute.sm100.load import GatherWarpsSm100, LoadWarpSm100
 from flash_cute.sm100.mma import MmaWarp, TensorMemory
 from flash_cute.sm100.params import ForwardParams, LaunchDescriptionSm100
 from flash_cute.sm100.pipes import (
@@ -120,7 +121,12 @@ class FlashAttentionForwardSm100(AttentionKernel):
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm100):
         super().__init__(spec, config, LaunchDescriptionSm100(spec, config))
         self.exchange = Exchange(spec, config, self.dtype)
-        self.loader = LoadWarpSm100(self.exchange, self.mask)
+        self.num_load_warps = config.num_load_warps(spec)
+        if spec.gathers_keys:
+            place = (LOAD_WARP, self.num_load_warps)
+            self.loader = GatherWarpsSm100(self.exchange, self.mask, place)
+        else:
+            self.loader = LoadWarpSm100(self.exchange, self.mask)
         self.signals, self.memory = Signals(config.num_tiles_q), TensorMemory(spec, config)
         self.mma = MmaWarp(self)
 
@@ -159,7 +165,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             cute.arch.setmaxregister_decrease(self.config.regs_other)
             if warp == MMA_WARP:
                 self.mma.run(p, smem, pipes, tmem)
-            elif warp == LOAD_WARP:
+            elif warp < LOAD_WARP + self.num_load_warps:
                 self.loader.run(p, smem, pipes)
         tensor_memory.order_before()
         cute.arch.sync_threads()
@@ -174,13 +180,6 @@ class FlashAttentionForwardSm100(AttentionKernel):
         said = self.exchange.receive(smem, slot)
         blocks, is_empty = self.blocks_of(p, said.tile, said.seqlen)
         return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full, is_empty)
-
-    @cute.jit
-    def release_tile(self, pipes: Pipes, tile_state):
-        """Free the slot of an announcement that this warp has read."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            pipes.tile.consumer_release(tile_state)
 
     def num_blocks(self, work: Work) -> Int32:
         """Blocks of keys that are visited for a tile: one where a block mask lists none."""
@@ -223,7 +222,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             smem.sums[row, c.buffer] = c.row_sum[0]
             smem.maxima[row, c.buffer] = c.row_max[0]
             self.signals.arrive(pipes, Signal.STATS, c.buffer, Role.SOFTMAX)
-            self.release_tile(pipes, tile_state)
+            self.exchange.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]
@@ -412,7 +411,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
                 self.signals.wait(pipes, Signal.O, 0, phases.output)
                 self.store_tile(p, c, work, output, 0)
             phases = CorrectionPhases(phases.scale, phases.output ^ 1, phases.tile ^ 1)
-            self.release_tile(pipes, tile_state)
+            self.exchange.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]

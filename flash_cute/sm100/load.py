@@ -1,9 +1,10 @@
-"""The load warp of the SM100 forward kernel."""
+"""The load warps of the SM100 forward kernel: one, or two where keys are gathered."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from flash_cute.device.gather import FollowingWarp, GatherWarps, LeadingWarp
 from flash_cute.device.load import Keys, LoadWarp
 
 
@@ -31,3 +32,24 @@ class LoadWarpSm100(LoadWarp):
                 self.copy(operand, pipe, state, from_gmem[None, piece], to_smem)
         else:
             LoadWarp.fill(self, p, operand, pipe, state, keys, place, block, page)
+
+
+class LeadingWarpSm100(LeadingWarp, LoadWarpSm100):
+    """Of the warps that gather the first."""
+
+    @cute.jit
+    def load_queries(self, p, smem, pipes, state, tile, seqlen):
+        """Wait for all that is under way first: the queries before are in use until it is used."""
+        self.finish()
+        self.pending.fill(0)
+        return LoadWarp.load_queries(self, p, smem, pipes, state, tile, seqlen)
+
+
+class FollowingWarpSm100(FollowingWarp, LoadWarpSm100):
+    """The second one."""
+
+
+class GatherWarpsSm100(GatherWarps):
+    """Both."""
+
+    leading, following = LeadingWarpSm100, FollowingWarpSm100

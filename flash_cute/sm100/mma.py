@@ -80,7 +80,7 @@ class MmaWarp:
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             num_blocks = self.kernel.num_blocks(self.kernel.receive(p, smem, tile_state.index))
-            self.kernel.release_tile(pipes, tile_state)
+            self.kernel.exchange.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.q.consumer_wait(q_state)
             kv_state = (k_state, v_state)

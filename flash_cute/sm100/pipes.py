@@ -3,6 +3,7 @@
 Pipelines (full = bytes landed, empty = arrivals):
     q     1 stage      load -> mma   empty: the commit after the tile's last products with Q
     k, v  num_stages   load -> mma   empty: the commit after the last product with the stage
+                       where keys are gathered, full: one arrival for each thread that gathers
     tile  2 stages     load -> all   full: one arrival; empty: one arrival per warp that reads it
 
 Signals, two of each, one for each buffer of scores; `arrivals` has who arrives how often. The
@@ -85,8 +86,8 @@ class Pipes(NamedTuple):
     """The pipelines from the load warp, and the first of the signals' barriers."""
 
     q: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync | pipeline.PipelineAsync
+    v: pipeline.PipelineTmaAsync | pipeline.PipelineAsync
     tile: pipeline.PipelineAsync
     signals: cute.Pointer
 
@@ -179,19 +180,39 @@ class Exchange(TileExchange):
                 defer_sync=True,
             )
 
+        def plain(barriers, stages, producers, consumers):
+            return pipeline.PipelineAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=threads(producers),
+                consumer_group=threads(consumers),
+                defer_sync=True,
+            )
+
+        def keys(barriers, dim):
+            if spec.gathers_keys:
+                return plain(barriers, config.num_stages, 32 * config.num_load_warps(spec), 1)
+            return tma(barriers, config.num_stages, config.tile_n, dim)
+
         return Pipes(
             tma(storage.q_barriers, 1, config.rows_used(spec), spec.tile_d),
-            tma(storage.k_barriers, config.num_stages, config.tile_n, spec.tile_d),
-            tma(storage.v_barriers, config.num_stages, config.tile_n, spec.tile_dv),
-            pipeline.PipelineAsync.create(
-                barrier_storage=storage.tile_barriers.data_ptr(),
-                num_stages=TILE_STAGES,
-                producer_group=threads(1),
-                consumer_group=threads(TILE_READERS),
-                defer_sync=True,
+            keys(storage.k_barriers, spec.tile_d),
+            keys(storage.v_barriers, spec.tile_dv),
+            plain(
+                storage.tile_barriers,
+                TILE_STAGES,
+                1,
+                TILE_READERS + config.num_load_warps(spec) - 1,
             ),
             signals,
         )
+
+    @cute.jit
+    def release_tile(self, pipes: Pipes, state):
+        """Free the slot of an announcement that this warp has read."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            pipes.tile.consumer_release(state)
 
     @cute.jit
     def open_signals(self, signals: cute.Pointer):
