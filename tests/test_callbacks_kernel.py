@@ -162,7 +162,7 @@ def shapes_of_rows():
     return {
         "falling": lambda s, b, h, i, j: s - slopes[h] * (i - j),
         "rising": lambda s, b, h, i, j: s + 8.0 * slopes[h] * (i - j),
-        "steep": lambda s, b, h, i, j: s - 3000.0 * (i - j),
+        "steep": lambda s, b, h, i, j: s - 30.0 * (i - j),
         "steps": lambda s, b, h, i, j: s + 40.0 * ((j // 100) % 3),
         "unseen": lambda s, b, h, i, j: torch.where(j + 70 < i, s - slopes[h] * (i - j), -inf),
         "none": lambda s, b, h, i, j: torch.where(i % 3 == h, -inf, s + table[h, j]),

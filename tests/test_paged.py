@@ -144,6 +144,19 @@ def test_block_masks_of_pages(gpu: None, page_size: int, block_size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows, d", [(1, 128), (1, 256), (100, 64), (100, 128)])
+def test_tiles_of_one_block_follow_one_another(gpu: None, rows: int, d: int):
+    """A CTA gathers several, each with a tail to clear: none may wait for the one after it."""
+    batch, heads, most = 150, 6, 60
+    q, k, v = checks.gaussian(checks.Case(batch, heads, heads, rows, most, d), "cuda")
+    order = torch.randperm(batch * most, device="cuda")
+    pages = [x.reshape(batch * most, 1, heads, d)[torch.argsort(order)] for x in (k, v)]
+    used = torch.randint(0, most + 1, (batch,), device="cuda", dtype=torch.int32)
+    lengths = {"page_table": order.view(batch, most).int(), "seqused_k": used}
+    check((q, *pages), lengths)
+
+
+@pytest.mark.gpu
 def test_new_tables_reach_a_repeated_call(gpu: None):
     (q, k, v), lengths = paged(16, 128, 128)
     first = flash_attn_varlen_func(q, k, v, **lengths)

@@ -112,7 +112,7 @@ class AttentionKernel:
     # ---------------------------------------------------------------- device
 
     def await_kernel_before(self):
-        """Wait for the kernel before this one in the stream, and let the next one start.
+        """Wait for the kernel before this one in the stream.
 
         A step of decoding is three short kernels: counting of the parts, attention and merge. They
         are launched as programmatic dependent ones, whose CTAs are there before they may run.
@@ -120,7 +120,6 @@ class AttentionKernel:
         """
         if self.starts_early:
             cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def blocks_of(self, p, tile: Tile, seqlen: SeqlenInfo):

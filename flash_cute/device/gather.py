@@ -9,7 +9,9 @@ The parameters are any with `mK` and `mV` beside what LoadWarp uses.
 No barrier knows when such copies land. A thread therefore arrives at a stage's barrier when its own
 copies have landed and are visible to the tensor cores (fence), which it looks after `LAG` blocks
 later; until then it goes on issuing. No deadlock: K and V alternate and their rings have two stages
-at least, so that a stage gets free without any of the `LAG` newest blocks.
+at least, so that a stage gets free without any of the `LAG` newest blocks. The stage of Q does not:
+consumers that clear the tail of V hold Q until V has arrived, and where a tile has one block that
+is one of the newest. So the leader, before it waits for that stage, looks after all but K.
 """
 
 import cutlass
@@ -116,6 +118,16 @@ class LeadingWarp(GatheringWarp):
         self.start()
         LoadWarp.run(self, p, smem, pipes)
         self.finish()
+
+    @cute.jit
+    def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
+        """As LoadWarp; the newest block is K of this tile."""
+        cute.arch.cp_async_wait_group(1)
+        cute.arch.fence_view_async_shared()
+        for i in cutlass.range_constexpr(LAG - 1):
+            arrive_if(self.pending[i])
+            self.pending[i] = 0
+        return LoadWarp.load_queries(self, p, smem, pipes, state, tile, seqlen)
 
 
 class FollowingWarp(GatheringWarp):
