@@ -20,7 +20,6 @@ from flash_cute.specialization import ForwardSpecialization, TileFacts
 
 B200 = Target.from_arch("sm_100a")
 DIMS = [(d, d) for d in TILE_HEAD_DIMS] + MIXED_DIMS
-SUPPORTED = [f for f in FEATURES if f.get("page_rows") != 1]
 
 
 def facts(few_rows: int | None = None, block_size: tuple[int, int] | None = None) -> TileFacts:
@@ -132,7 +131,7 @@ def test_the_polynomial_is_exact_enough(dtype: str, most: float):
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_chosen_configs_obey_the_rules(dims: tuple[int, int]):
-    for features, few_rows in itertools.product([{}, {"is_causal": True}, *SUPPORTED], (None, 8)):
+    for features, few_rows in itertools.product([{}, {"is_causal": True}, *FEATURES], (None, 8)):
         config, spec = choose(spec_of(*dims, **features), few_rows)
         assert config.check(spec) == []
         assert config.smem_bytes(spec) <= B200.smem_bytes
@@ -166,7 +165,11 @@ def test_broken_configs_are_named(changes: dict[str, int], message: str):
 
 def test_what_is_not_there_is_named():
     config = ForwardConfigSm100()
-    assert any("not supported on SM100" in rule for rule in config.check(spec_of(page_rows=1)))
+    assert any(
+        "qv is not supported on SM100" in rule for rule in config.check(spec_of(has_qv=True))
+    )
+    gathered = config.check(spec_of(page_rows=1))
+    assert any("at most 64 where keys are gathered" in rule for rule in gathered)
     wide = dataclasses.replace(config, tile_n=64, num_stages=1)
     assert any("columns of tensor memory" in rule for rule in wide.check(spec_of(256)))
 
@@ -237,7 +240,7 @@ def cells():
         yield spec_of(d, dv, is_causal=True), None
     yield spec_of(64, dtype="fp16", has_lse=False, negate_scores=True), None
     yield spec_of(128, dtype="fp16", is_causal=True), 8
-    for features in SUPPORTED:
+    for features in FEATURES:
         yield spec_of(128, **features), None
 
 

@@ -10,8 +10,9 @@ No barrier knows when such copies land. A thread therefore arrives at a stage's 
 copies have landed and are visible to the tensor cores (fence), which it looks after `LAG` blocks
 later; until then it goes on issuing. No deadlock: K and V alternate and their rings have two stages
 at least, so that a stage gets free without any of the `LAG` newest blocks. The stage of Q does not:
-consumers that clear the tail of V hold Q until V has arrived, and where a tile has one block that
-is one of the newest. So the leader, before it waits for that stage, looks after all but K.
+consumers that clear the tail of V, or free Q after the last product with V, hold Q until V has
+arrived, and that may be one of the newest. So the leader, before it waits for that stage, looks
+after all but K.
 """
 
 import cutlass
@@ -120,7 +121,7 @@ class LeadingWarp(GatheringWarp):
         self.finish()
 
     @cute.jit
-    def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
+    def load_queries(self, p, smem, pipes, state, tile: Tile, seqlen):
         """As LoadWarp; the newest block is K of this tile."""
         cute.arch.cp_async_wait_group(1)
         cute.arch.fence_view_async_shared()

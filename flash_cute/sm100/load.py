@@ -35,14 +35,7 @@ class LoadWarpSm100(LoadWarp):
 
 
 class LeadingWarpSm100(LeadingWarp, LoadWarpSm100):
-    """Of the warps that gather the first."""
-
-    @cute.jit
-    def load_queries(self, p, smem, pipes, state, tile, seqlen):
-        """Wait for all that is under way first: the queries before are in use until it is used."""
-        self.finish()
-        self.pending.fill(0)
-        return LoadWarp.load_queries(self, p, smem, pipes, state, tile, seqlen)
+    """The first of the warps that gather."""
 
 
 class FollowingWarpSm100(FollowingWarp, LoadWarpSm100):

@@ -83,10 +83,20 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "packed heads": ("test_pack_gqa", "test_packed_sequences_with_packed_heads", {}),
     "left padding": ("test_kvcache_gpu", "test_sweep", {"case": SERVING | PADDED}),
     "counted parts": ("test_kvcache_gpu", "test_sweep", {"case": SERVING | COUNTED}),
+    "gathered and padded": (
+        "test_kvcache_gpu",
+        "test_sweep",
+        {"case": SERVING | PADDED | {"page_size": 4, "dim": 128, "packed_q": False}},
+    ),
+    "blocks of gathered pages": (
+        "test_paged",
+        "test_block_masks_of_pages",
+        {"page_size": 100, "block_size": 128},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", ["gathered pages", "packed heads"])
+@pytest.mark.parametrize("name", ["pages", "packed heads"])
 def test_sm90_features_are_launched_right(hopper: Worker, name: str):
     hopper.call(forward.run_test, "SM90", "sm_90a", *OTHERS[name])
 
@@ -140,12 +150,15 @@ def test_sm100_hostile_values(hopper: Worker):
 
 NEEDED = {
     "pages": Feature.PAGED_KV,
+    "gathered pages": Feature.PAGED_KV,
     "blocks": Feature.BLOCK_SPARSITY,
     "small blocks": Feature.BLOCK_SPARSITY,
     "parts": Feature.SPLIT_KV,
     "packed heads": Feature.PACK_GQA,
     "left padding": Feature.LEFTPAD,
     "counted parts": Feature.BATCH_IDX,
+    "gathered and padded": Feature.LEFTPAD,
+    "blocks of gathered pages": Feature.BLOCK_SPARSITY,
 }
 
 
