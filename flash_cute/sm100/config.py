@@ -18,7 +18,7 @@ ROWS = 128  # of a matrix product: the lanes of tensor memory
 TMEM_COLUMNS = 512  # of 32 bits in each lane
 ELEMENT_BYTES = 2
 TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # head dims are rounded up to one of these
-WEIGHTS_PER_GROUP = 16  # of which `num_polynomial` are computed by a polynomial
+WEIGHTS_PER_GROUP = 32  # of which `num_polynomial` are computed by a polynomial
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class ForwardConfigSm100(TileOfHeads):
     Shapes: a CTA owns (tile_m queries) x (all keys), visited tile_n keys at a time. Each of two
             softmax warpgroups owns 128 of the tile_m rows, or, with tile_m 128 and 64, every other
             block of keys.
-    Units:  num_polynomial: of every 16 weights as many are 2**x by a polynomial on the FMA units,
+    Units:  num_polynomial: of every 32 weights as many are 2**x by a polynomial on the FMA units,
             an even number; the others take the exponential unit.
     """
 
     tile_m: int = 256
     tile_n: int = 128
     num_stages: int = 2
-    num_polynomial: int = 4
+    num_polynomial: int = 6
     regs_softmax: int = 208
     regs_correction: int = 48
     regs_other: int = 48  # of the warps that load and multiply

@@ -344,6 +344,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             self.signals.wait(pipes, Signal.MAX, c.buffer ^ 1, phases.maximum)
             before = c.running[row, c.buffer ^ 1]
         new_max, o_scale = softmax.raise_row(before, block_max, scale_log2, threshold)
+        new_max = cutlass.select_(block_max == block_max, new_max, block_max)  # NaN stays
         sum_scale = o_scale
         if const_expr(self.config.num_tiles_q == 1):
             sum_scale = softmax.rise_factor(c.row_max[0], new_max, scale_log2)
@@ -375,8 +376,8 @@ class FlashAttentionForwardSm100(AttentionKernel):
             sums.append(packed_sum(pairs))
         tensor_memory.wait_for_stores()
         self.signals.arrive(pipes, Signal.P, c.buffer, Role.SOFTMAX)
-        for block_sum in sums:
-            c.row_sum[0] = c.row_sum[0] + block_sum
+        first, second = packed_sum(sums)
+        c.row_sum[0] = c.row_sum[0] + (first + second)
 
     # -- correction
 

@@ -148,6 +148,10 @@ def test_sm100_hostile_values(hopper: Worker):
         attend(hopper, Case(1, 2, 2, 300, 450, 128, causal=True), kind)
 
 
+def test_sm100_nan_is_seen(hopper: Worker):
+    assert hopper.call(cases.see_nan, "SM100", "sm_100a")
+
+
 NEEDED = {
     "pages": Feature.PAGED_KV,
     "gathered pages": Feature.PAGED_KV,
