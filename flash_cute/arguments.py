@@ -166,7 +166,8 @@ class CombineArguments(NamedTuple):
             num_heads) f32, 0 for none. Packed tensors are one batch of seqlen = total rows
             cu_seqlens: (num_sequences + 1,), seqused: (num_sequences,) int32; padded ones have
             num_sequences = batch. split_counts: (num_sequences,) int32, parts of each sequence
-    Units:  strides in elements; batch * seqlen * num_heads is at most MAX_COMBINED_ROWS
+    Units:  teams: groups of threads that share the parts of a row; strides in elements;
+            batch * seqlen * num_heads is at most MAX_COMBINED_ROWS
     """
 
     out_partial: Address
@@ -182,6 +183,7 @@ class CombineArguments(NamedTuple):
     num_heads: Int32
     head_dim: Int32
     num_sequences: Int32
+    teams: Int32
     out_partial_stride_split: Int64
     out_partial_stride_batch: Int64
     out_partial_stride_seqlen: Int64

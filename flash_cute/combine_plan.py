@@ -20,6 +20,7 @@ from flash_cute.cache import Executable
 from flash_cute.errors import UnsupportedProblem
 
 MAX_SPLITS = splits.MAX_SPLITS
+MOST_TEAMS = 4  # of a row: every kernel has as many groups of threads in a CTA
 HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = selection.COMBINE_TILE_DIMS[-1]
 
@@ -96,6 +97,7 @@ def make_combine_plan(
     shape: tuple[int, ...],
     strides: CombineStrides,
     num_sequences: int | None = None,
+    teams: int = 1,
 ) -> CombinePlan:
     """Work out the merge of parts of one shape.
 
@@ -103,6 +105,8 @@ def make_combine_plan(
         shape: (num_splits, batch, seqlen, num_heads, head_dim); packed (num_splits, 1, total,
             num_heads, head_dim). No extent is 0.
         num_sequences: entries of cu_seqlens less one, at least 1; None for padded sequences.
+        teams: groups of threads that share the parts of a row, 1 or MOST_TEAMS. The order in which
+            parts are added depends on it.
     Raises: UnsupportedProblem for more rows than can be counted.
     """
     num_splits, batch, seqlen, num_heads, head_dim = shape
@@ -127,6 +131,7 @@ def make_combine_plan(
         num_heads=num_heads,
         head_dim=head_dim,
         num_sequences=batch if num_sequences is None else num_sequences,
+        teams=teams,
         **walked,
         stream=0,
     )

@@ -12,12 +12,20 @@ from dataclasses import dataclass
 import torch
 
 from flash_cute.cache import Executable
-from flash_cute.combine_plan import CombinePlan, CombineStrides, combine_key, make_combine_plan
+from flash_cute.combine_plan import (
+    MOST_TEAMS,
+    CombinePlan,
+    CombineStrides,
+    combine_key,
+    make_combine_plan,
+)
 from flash_cute.problem import AttentionInputs, AttentionProblem
 from flash_cute.scheduling import LENGTHS, Planner
 from flash_cute.selection import CombineKey, KernelKey, PlannerKey
 from flash_cute.splits import Splits, split_plan
 from flash_cute.target import Target
+
+FEW_ROWS = 2048  # (query, head) pairs, each of which a CTA may have for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,11 @@ def make_merge(
         lse=(lse_sequence, 1, rows),
     )
     shape = (num_splits, num_batch, rows, heads, p.head_dim_v)
-    plan = make_combine_plan(executable, shape, strides, p.batch if is_packed else None)
+    # One group of threads has eight parts of a row under way. With a fixed size of the parts the
+    # bits of a row may not depend on how many rows there are.
+    has_few = num_batch * rows * heads <= FEW_ROWS and num_splits > 8 and not p.split_size
+    teams = MOST_TEAMS if has_few else 1
+    plan = make_combine_plan(executable, shape, strides, p.batch if is_packed else None, teams)
     elements = math.prod(partial)
     lse_elements = num_splits * num_batch * lse_sequence
     return Merge(plan, partial, (elements + lse_elements,), 4 * elements)

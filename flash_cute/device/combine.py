@@ -1,6 +1,7 @@
 """Merge attention over parts of the keys: out = sum of exp(lse_i - lse) out_i over the parts.
 
-Algorithm, one row (query and head) for each group of `threads_per_row` lanes:
+Algorithm, one row (query and head) for each group of `threads_per_row` lanes, or for `teams` groups
+of a CTA, each of which takes every teams-th part, and whose sums are added in shared memory:
     1  the largest lse of the row's parts, a part for each lane
     2  all lanes walk the parts: 16 bytes of out_i each, accumulated in float32 with the weight
        exp(lse_i - largest); the lse comes out of L1, where step 1 left it
@@ -49,6 +50,7 @@ class CombineParams:
     num_rows: Int32
     head_dim: Int32
     num_sequences: Int32
+    teams: Int32
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class Row:
 
     gPartial: cute.Tensor  # (head_dim, num_splits)
     gPartialLSE: cute.Tensor  # (num_splits,)
-    num_splits: Int32  # 0 for a row that is not wanted
+    num_parts: Int32  # of this team: `team`, `team` + `teams`, ...; 0 for a row that is not wanted
+    team: Int32
+    teams: Int32
     head_dim: Int32
     lane: Int32  # within the row
     largest: Float32  # lse, or 0
@@ -91,7 +95,7 @@ class PartsCombiner:
         self.threads_per_row = min(WARP, tile_d // self.elements)
         self.loads = tile_d // (self.elements * self.threads_per_row)  # of a lane and part
         self.stages = SLOTS // self.loads
-        self.rows_per_cta = THREADS // self.threads_per_row
+        self.groups = THREADS // self.threads_per_row
         suffix = "_packed" * is_packed + "_seqused" * has_seqused + "_counts" * has_split_counts
         self.name = f"flash_combine_{dtype}_{out_dtype}_d{tile_d}{suffix}"
 
@@ -122,11 +126,13 @@ class PartsCombiner:
             num_rows=args.seqlen * args.num_heads * args.batch,
             head_dim=args.head_dim,
             num_sequences=args.num_sequences,
+            teams=args.teams,
         )
         self.kernel(params).launch(
-            grid=[cute.ceil_div(params.num_rows, self.rows_per_cta), 1, 1],
+            grid=[cute.ceil_div(params.num_rows, self.groups // args.teams), 1, 1],
             block=[THREADS, 1, 1],
             stream=args.stream,
+            preferred_smem_carveout=100,  # as attention: between two kinds a multiprocessor stops
             use_pdl=self.starts_early,
         )
 
@@ -149,7 +155,8 @@ class PartsCombiner:
             cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        row = block * self.rows_per_cta + thread // self.threads_per_row
+        group = thread // self.threads_per_row
+        row = block * (self.groups // p.teams) + group // p.teams
         is_live = row < p.num_rows
         row = cutlass.min(row, p.num_rows - 1)
         pair = row // p.seqlen
@@ -161,8 +168,8 @@ class PartsCombiner:
         if const_expr(self.has_split_counts):
             num_splits = cutlass.max(cutlass.min(p.mCounts[sequence], num_splits), 1)
         num_splits = cutlass.select_(is_live, num_splits, Int32(0))
-        if cute.arch.vote_any_sync(is_live):
-            self.merge(p, (position, head, batch), is_live, num_splits)
+        if cute.arch.vote_any_sync(is_live) | (p.teams > 1):  # teams meet at a barrier
+            self.merge(p, (position, head, batch), is_live, num_splits, group % p.teams)
 
     @cute.jit
     def sequence_of(self, p: CombineParams, position: Int32, batch: Int32) -> Int32:
@@ -193,20 +200,26 @@ class PartsCombiner:
         return end
 
     @cute.jit
-    def merge(self, p: CombineParams, place: tuple, is_live: Boolean, num_splits: Int32):
+    def merge(
+        self, p: CombineParams, place: tuple, is_live: Boolean, num_splits: Int32, team: Int32
+    ):
         """Merge the parts of one row; all lanes of a warp come here together."""
         lane = cute.arch.lane_idx() % self.threads_per_row
         gPartialLSE = p.mPartialLSE[(None, *place)]
         row = Row(
             gPartial=p.mPartial[(None, None, *place)],
             gPartialLSE=gPartialLSE,
-            num_splits=num_splits,
+            num_parts=(num_splits - team + p.teams - 1) // p.teams,
+            team=team,
+            teams=p.teams,
             head_dim=p.head_dim,
             lane=lane,
             largest=self.largest(gPartialLSE, lane, num_splits),
         )
         acc, total = self.accumulate(row)
-        if is_live:
+        if p.teams > 1:
+            total = self.join_teams(row, acc, total)
+        if is_live & (team == 0):
             scale = cutlass.select_(total == 0.0, Float32(0.0), Float32(1.0) / total)
             self.store(p, place, lane, acc, scale)
             if lane == 0 and p.mLSE.iterator.toint() != 0:
@@ -235,8 +248,8 @@ class PartsCombiner:
 
         Shapes:   the first is (elements, loads) f32 rmem; load j begins at column
                   (j * threads_per_row + lane) * elements
-        Contract: part i is copied into slots i % stages and is the i-th group of copies, so it has
-                  landed when at most stages - 1 later ones are under way.
+        Contract: the team's part i is copied into slots i % stages and is the i-th group of copies,
+                  so it has landed when at most stages - 1 later ones are under way.
         """
         sRing = self.ring()  # (elements, loads, stages)
         weights = cute.make_rmem_tensor(self.stages, Float32)
@@ -245,11 +258,11 @@ class PartsCombiner:
         total = Float32(0.0)
         for stage in cutlass.range_constexpr(self.stages):
             weights[stage] = self.fetch(row, sRing, Int32(stage), stage)
-        for first in cutlass.range(0, row.num_splits, self.stages, unroll=1):
+        for first in cutlass.range(0, row.num_parts, self.stages, unroll=1):
             for stage in cutlass.range_constexpr(self.stages):
-                split = first + stage
+                part = first + stage
                 cute.arch.cp_async_wait_group(self.stages - 1)
-                if split < row.num_splits:
+                if part < row.num_parts:
                     weight = weights[stage]
                     total += weight
                     for j in cutlass.range_constexpr(self.loads):
@@ -257,8 +270,28 @@ class PartsCombiner:
                         cute.autovec_copy(sRing[None, j, stage], values)
                         for e in cutlass.range_constexpr(self.elements):
                             acc[e, j] = cute.math.fma(weight, values[e].to(Float32), acc[e, j])
-                weights[stage] = self.fetch(row, sRing, split + self.stages, stage)
+                weights[stage] = self.fetch(row, sRing, part + self.stages, stage)
         return acc, total
+
+    @cute.jit
+    def join_teams(self, row: Row, acc: cute.Tensor, total: Float32) -> Float32:
+        """Add the sums of the teams of a row, for all of them: acc in place; returns the total."""
+        thread, _, _ = cute.arch.thread_idx()
+        size = cute.size(acc)
+        sums = cute.arch.alloc_smem(Float32, THREADS * (size + 1), LOAD_BYTES)
+        sSums = cute.make_tensor(sums, cute.make_layout((THREADS, size + 1)))
+        for i in cutlass.range_constexpr(size):
+            sSums[thread, i] = acc[i]
+        sSums[thread, size] = total
+        cute.arch.sync_threads()
+        acc.fill(0.0)
+        total = Float32(0.0)
+        first = thread - row.team * self.threads_per_row
+        for team in cutlass.range(row.teams, unroll=1):
+            for i in cutlass.range_constexpr(size):
+                acc[i] = acc[i] + sSums[first + team * self.threads_per_row, i]
+            total += sSums[first + team * self.threads_per_row, size]
+        return total
 
     def ring(self) -> cute.Tensor:
         """This thread's slots in shared memory; the threads of a CTA have theirs side by side."""
@@ -271,10 +304,11 @@ class PartsCombiner:
         return cute.make_tensor((base + thread * self.elements).align(LOAD_BYTES), layout)
 
     @cute.jit
-    def fetch(self, row: Row, sRing: cute.Tensor, split: Int32, stage: cutlass.Constexpr[int]):
+    def fetch(self, row: Row, sRing: cute.Tensor, part: Int32, stage: cutlass.Constexpr[int]):
         """Start the copies of one part, a group of their own; returns the part's weight."""
         weight = Float32(0.0)
-        if split < row.num_splits:
+        if part < row.num_parts:
+            split = part * row.teams + row.team
             lse = row.gPartialLSE[split]
             weight = exp2((lse - row.largest) * LOG2_E)
             for j in cutlass.range_constexpr(self.loads):

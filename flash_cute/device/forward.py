@@ -29,7 +29,7 @@ from flash_cute.device.tile_scheduler import Tile
 from flash_cute.errors import InvalidProblem
 from flash_cute.features import Feature
 from flash_cute.specialization import ForwardSpecialization
-from flash_cute.variant import callback_for
+from flash_cute.variant import NATIVE, callback_for
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,10 @@ class AttentionKernel:
         Shapes: place (work, rows, column of the first score, whether the block is an edge); a group
                 is its places in S and (b, h, q_idx, one kv_idx for each)
 
-        Rows past the queries and, in edge blocks, columns past the keys get the index of the last
-        one: their scores count for nothing, but a callback may look them up in a table.
+        Rows past the queries get the index of the last one and so do, in edge blocks, columns past
+        the keys, for a native callback: their scores count for nothing, but it may look them up in
+        a table. What portable ones look up is within the table anyway, and the indices of a row
+        are then sums of which the first part is shared.
         """
         work, rows, first_col, is_edge = place
         last_q, last_k = work.seqlen.seqlen_q - 1, cutlass.max(work.seqlen.seqlen_k - 1, 0)
@@ -275,7 +277,7 @@ class AttentionKernel:
             for i in range(0, cute.size(S, mode=[1]), callback.key.width):
                 columns = range(i, i + callback.key.width)
                 kv_idx = [(first_col, self.column_offset(c)) for c in columns]
-                if is_edge:
+                if is_edge and callback.key.form == NATIVE:
                     kv_idx = [cutlass.min(col + offset, last_k) for col, offset in kv_idx]
                 yield [(r, c) for c in columns], (work.tile.batch, h, q_idx, kv_idx)
 
