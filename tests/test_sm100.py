@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_kernels_compile import FEATURES, MIXED_DIMS
+from test_sm100_order import check_order
 
 from flash_cute import AttentionProblem, InvalidProblem, Target, UnsupportedProblem, selection
 from flash_cute.sm100.config import (
@@ -281,17 +282,3 @@ def check_compile(config: ForwardConfigSm100, spec: ForwardSpecialization, arch:
     assert report.smem_bytes <= Target.from_arch(arch).smem_bytes + 1024
     assert f".entry {report.name}" in report.ptx
     check_order(report.ptx)
-
-
-def check_order(ptx: str) -> None:
-    """Every load from tensor memory is waited for at once, and stores before anyone is told."""
-    lines = [line.strip() for line in ptx.splitlines()]
-    is_stored = False
-    for line, following in itertools.pairwise(lines):
-        if line.startswith("tcgen05.ld"):
-            assert following.startswith(("tcgen05.ld", "tcgen05.wait::ld"))
-        if line.startswith("tcgen05.wait::st"):
-            is_stored = False
-            assert following.startswith("tcgen05.fence::before_thread_sync")
-        is_stored = is_stored or line.startswith("tcgen05.st")
-        assert not (is_stored and line.startswith("mbarrier.arrive"))
