@@ -1,6 +1,6 @@
 """What the harness on Hopper cannot show: that the PTX of the SM100 kernel waits and fences.
 
-`check_order` walks the text. It knows the roles by the `setmaxnreg` that each begins with, and takes
+`check_order` walks the text. It knows roles by the `setmaxnreg` that each begins with, and takes
 the text for the order of execution, which holds for the straight pieces between two barriers.
 """
 
