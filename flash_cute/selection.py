@@ -42,10 +42,10 @@ class Declaration:
     Units: head dims are multiples of `head_dim_step`, rounded up to one of `tile_head_dims`;
            head_dim_v likewise to one of `tile_head_dims_v` or, without any, to one of those of
            head_dim that is at most as large. `needs` is what calls ask for that the kernel is for;
-           others are not its business. Without `gathers_keys` keys are loaded by 8 and more,
-           without `loads_pieces` they are always gathered; without `leaves_sms` every
-           multiprocessor takes part. On `archs_by_class` the kernel runs only where it is asked
-           for.
+           others are not its business. Blocks of a block mask are multiples of `block_step`.
+           Without `gathers_keys` keys are loaded by 8 and more, without `loads_pieces` they are
+           always gathered; without `leaves_sms` every multiprocessor takes part. On
+           `archs_by_class` the kernel runs only where it is asked for.
     """
 
     kernel: str
@@ -59,6 +59,7 @@ class Declaration:
     tile_head_dims: tuple[int, ...] = sm90.TILE_HEAD_DIMS
     tile_head_dims_v: tuple[int, ...] = ()
     needs: frozenset[Feature] = frozenset()
+    block_step: tuple[int, int] = (64, 16)
     gathers_keys: bool = True
     loads_pieces: bool = True
     leaves_sms: bool = True
@@ -203,9 +204,9 @@ SM100 = Declaration(
     kernel="FlashAttentionForwardSm100",
     module="flash_cute.sm100.fwd",
     archs=("sm_100a", "sm_103a"),
-    features=_ON_SM90 | {Feature.SCORE_MOD, Feature.MASK_MOD},
+    features=SM90.features,
     choose_config=sm100.choose_config,
-    gathers_keys=False,
+    block_step=(64, 32),
 )
 
 ALL_KERNELS = (SM90, SM90_MLA, SM80, SM100)
@@ -482,8 +483,8 @@ def _key(
         config = _asked_config(subclass, spec, config)
     if variant.block_size is not None and not config.divides(variant.block_size, spec):
         raise UnsupportedProblem(
-            f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of (64, 16): tiles "
-            f"of {declaration.kernel} must divide it"
+            f"block_mask.BLOCK_SIZE is {variant.block_size}, expected multiples of "
+            f"{declaration.block_step}: tiles of {declaration.kernel} must divide it"
         )
     spec = replace(spec, page_rows=_page_rows(declaration, p, config.tile_n))
     if Feature.PACK_GQA in declaration.features:

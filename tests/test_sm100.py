@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_kernels_compile import FEATURES, MIXED_DIMS
+from test_sm100_order import check_order
 
 from flash_cute import AttentionProblem, InvalidProblem, Target, UnsupportedProblem, selection
 from flash_cute.sm100.config import (
@@ -20,11 +21,10 @@ from flash_cute.specialization import ForwardSpecialization, TileFacts
 
 B200 = Target.from_arch("sm_100a")
 DIMS = [(d, d) for d in TILE_HEAD_DIMS] + MIXED_DIMS
-SUPPORTED = [f for f in FEATURES if f.get("page_rows") != 1 and not f.get("has_block_mask")]
 
 
-def facts(few_rows: int | None = None) -> TileFacts:
-    return TileFacts(8192, few_rows, None, SMEM_BYTES)
+def facts(few_rows: int | None = None, block_size: tuple[int, int] | None = None) -> TileFacts:
+    return TileFacts(8192, few_rows, block_size, SMEM_BYTES)
 
 
 def spec_of(d: int = 128, dv: int | None = None, **features) -> ForwardSpecialization:
@@ -120,8 +120,8 @@ def test_the_polynomial_is_exact_enough(dtype: str, most: float):
     power = np.zeros_like(rest)
     for coefficient in reversed(COEFFICIENTS[getattr(cutlass, dtype)]):
         power = power * rest + np.float32(coefficient)
-    scales = (rounded.view(np.int32) << 23).view(np.float32)
-    got, expected = power * scales, np.exp2(x.astype(np.float64))
+    got = (power.view(np.int32) + (rounded.view(np.int32) << 23)).view(np.float32)
+    expected = np.exp2(x.astype(np.float64))
     is_zero = x == LOWEST
     assert (got[is_zero] == 0).all()
     assert np.abs(got[~is_zero] / expected[~is_zero] - 1).max() < most
@@ -132,12 +132,21 @@ def test_the_polynomial_is_exact_enough(dtype: str, most: float):
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_chosen_configs_obey_the_rules(dims: tuple[int, int]):
-    for features, few_rows in itertools.product([{}, {"is_causal": True}, *SUPPORTED], (None, 8)):
+    for features, few_rows in itertools.product([{}, {"is_causal": True}, *FEATURES], (None, 8)):
         config, spec = choose(spec_of(*dims, **features), few_rows)
         assert config.check(spec) == []
         assert config.smem_bytes(spec) <= B200.smem_bytes
         assert config.tmem_columns(spec) <= TMEM_COLUMNS
         assert config.tile_m == (128 if few_rows or dims[0] == 256 or dims[1] > 128 else 256)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (256, 96), (512, 128), (64, 192)], ids=str)
+def test_tiles_divide_the_blocks_of_a_mask(block: tuple[int, int], dims: tuple[int, int]):
+    spec = spec_of(*dims, has_block_mask=True)
+    config = choose_config(spec, facts(block_size=block))
+    assert config.divides(block, spec) and not config.check(spec)
+    assert config.rows_q in (128, 256) and config.rows_used(spec) <= block[0]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_chosen_configs_obey_the_rules(dims: tuple[int, int]):
         ({"tile_n": 96}, "tile_n is 96"),
         ({"num_polynomial": 3}, "num_polynomial is 3"),
         ({"num_stages": 4}, "shared memory is"),
-        ({"regs_softmax": 208}, "registers are 67584"),
+        ({"regs_softmax": 216}, "registers are 67584"),
     ],
 )
 def test_broken_configs_are_named(changes: dict[str, int], message: str):
@@ -157,8 +166,11 @@ def test_broken_configs_are_named(changes: dict[str, int], message: str):
 
 def test_what_is_not_there_is_named():
     config = ForwardConfigSm100()
-    for features in ({"has_block_mask": True}, {"page_rows": 1}):
-        assert any("not supported on SM100" in rule for rule in config.check(spec_of(**features)))
+    assert any(
+        "qv is not supported on SM100" in rule for rule in config.check(spec_of(has_qv=True))
+    )
+    gathered = config.check(spec_of(page_rows=1))
+    assert any("at most 64 where keys are gathered" in rule for rule in gathered)
     wide = dataclasses.replace(config, tile_n=64, num_stages=1)
     assert any("columns of tensor memory" in rule for rule in wide.check(spec_of(256)))
 
@@ -229,7 +241,7 @@ def cells():
         yield spec_of(d, dv, is_causal=True), None
     yield spec_of(64, dtype="fp16", has_lse=False, negate_scores=True), None
     yield spec_of(128, dtype="fp16", is_causal=True), 8
-    for features in SUPPORTED:
+    for features in FEATURES:
         yield spec_of(128, **features), None
 
 
@@ -237,6 +249,15 @@ def cells():
 @pytest.mark.parametrize(("spec", "few_rows"), list(cells()), ids=lambda x: getattr(x, "label", x))
 def test_cell_compiles_without_spills(spec: ForwardSpecialization, few_rows: int | None):
     check_compile(*choose(spec, few_rows), "sm_100a")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("block", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+def test_blocks_of_masks_compile_without_spills(dims: tuple[int, int], block: tuple[int, int]):
+    features = {"has_block_mask": True, "has_full_blocks": True, "is_packed_q": True}
+    spec = spec_of(*dims, is_packed_k=True, **features)
+    check_compile(choose_config(spec, facts(block_size=block)), spec, "sm_100a")
 
 
 @pytest.mark.compile
@@ -261,17 +282,3 @@ def check_compile(config: ForwardConfigSm100, spec: ForwardSpecialization, arch:
     assert report.smem_bytes <= Target.from_arch(arch).smem_bytes + 1024
     assert f".entry {report.name}" in report.ptx
     check_order(report.ptx)
-
-
-def check_order(ptx: str) -> None:
-    """Every load from tensor memory is waited for at once, and stores before anyone is told."""
-    lines = [line.strip() for line in ptx.splitlines()]
-    is_stored = False
-    for line, following in itertools.pairwise(lines):
-        if line.startswith("tcgen05.ld"):
-            assert following.startswith(("tcgen05.ld", "tcgen05.wait::ld"))
-        if line.startswith("tcgen05.wait::st"):
-            is_stored = False
-            assert following.startswith("tcgen05.fence::before_thread_sync")
-        is_stored = is_stored or line.startswith("tcgen05.st")
-        assert not (is_stored and line.startswith("mbarrier.arrive"))

@@ -240,11 +240,15 @@ class LoadWarp:
             to_smem, from_gmem = place
             self.copy(operand, pipe, state, from_gmem[None, block], to_smem)
 
+    def slot_of(self, state) -> Int32:
+        """Where the consumers find the number of the block in a stage of K."""
+        return state.index
+
     @cute.jit
     def load_listed(self, p, smem, pipes, state, keys: Keys, block: Int32, page: Int32):
-        """`load_block` of K that also tells the consumers, through the stage, which block it is."""
+        """`load_block` of K that also tells the consumers which block it is."""
         pipes.k.sync_object_empty.wait(state.index, state.phase)
         if cute.arch.lane_idx() == 0:
-            smem.blocks[state.index] = block
+            smem.blocks[self.slot_of(state)] = block
         cute.arch.sync_warp()  # before the arrival that lets the consumers read it
         return self.load_block(p, p.k, pipes.k, state, keys, keys.k, block, page)

@@ -12,12 +12,13 @@ from flash_cute.specialization import ForwardSpecialization, TileFacts, TileOfHe
 
 SMEM_BYTES = 232_448  # 227 KB, what one CTA may have on SM100
 REGISTERS_PER_SM = 65_536
+THREADS_PER_WARP = 32
 THREADS_PER_WARPGROUP = 128
 ROWS = 128  # of a matrix product: the lanes of tensor memory
 TMEM_COLUMNS = 512  # of 32 bits in each lane
 ELEMENT_BYTES = 2
 TILE_HEAD_DIMS = (64, 96, 128, 192, 256)  # head dims are rounded up to one of these
-WEIGHTS_PER_GROUP = 16  # of which `num_polynomial` are computed by a polynomial
+WEIGHTS_PER_GROUP = 32  # of which `num_polynomial` are computed by a polynomial
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,18 @@ class ForwardConfigSm100(TileOfHeads):
     """One way to run the SM100 forward kernel.
 
     Shapes: a CTA owns (tile_m queries) x (all keys), visited tile_n keys at a time. Each of two
-            softmax warpgroups owns 128 of the tile_m rows, or, with tile_m 128, every other block
-            of keys.
-    Units:  num_polynomial: of every 16 weights as many are 2**x by a polynomial on the FMA units,
+            softmax warpgroups owns 128 of the tile_m rows, or, with tile_m 128 and 64, every other
+            block of keys.
+    Units:  num_polynomial: of every 32 weights as many are 2**x by a polynomial on the FMA units,
             an even number; the others take the exponential unit.
     """
 
     tile_m: int = 256
     tile_n: int = 128
     num_stages: int = 2
-    num_polynomial: int = 4
-    regs_softmax: int = 200
-    regs_correction: int = 64
+    num_polynomial: int = 6
+    regs_softmax: int = 208
+    regs_correction: int = 48
     regs_other: int = 48  # of the warps that load and multiply
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
     is_persistent: ClassVar[bool] = True  # CTAs take further tiles from a counter
@@ -51,7 +52,16 @@ class ForwardConfigSm100(TileOfHeads):
     @property
     def num_tiles_q(self) -> int:
         """Products of 128 rows that a tile of queries takes."""
-        return self.tile_m // ROWS
+        return self.rows_q // ROWS
+
+    @property
+    def rows_q(self) -> int:
+        """Rows of Q in shared memory: in a tile of 64 queries the upper half holds nothing."""
+        return max(self.tile_m, ROWS)
+
+    def num_load_warps(self, spec: ForwardSpecialization) -> int:
+        """Warps that load: one issues every TMA; keys are gathered by two, a row for each lane."""
+        return 2 if spec.gathers_keys else 1
 
     def tmem_columns(self, spec: ForwardSpecialization) -> int:
         """Columns of tensor memory: two blocks of scores, where P lies too, and the output."""
@@ -59,15 +69,15 @@ class ForwardConfigSm100(TileOfHeads):
 
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the K and V rings, row factors and barriers."""
-        q = self.tile_m * spec.tile_d
+        q = self.rows_q * spec.tile_d
         kv = self.num_stages * self.tile_n * (spec.tile_d + spec.tile_dv)
         return (q + kv) * ELEMENT_BYTES + 5 * 1024
 
     def check(self, spec: ForwardSpecialization) -> list[str]:
         """Broken rules as sentences; an empty list means the config can run `spec`."""
         broken: list[str] = []
-        if self.tile_m not in (ROWS, 2 * ROWS):
-            broken.append(f"tile_m is {self.tile_m}, expected 128 or 256")
+        if self.tile_m not in (ROWS // 2, ROWS, 2 * ROWS):
+            broken.append(f"tile_m is {self.tile_m}, expected 64, 128 or 256")
         if self.tile_n not in (32, 64, 128):
             broken.append(f"tile_n is {self.tile_n}, expected 32, 64 or 128")
         if spec.tile_d not in TILE_HEAD_DIMS or spec.tile_dv not in TILE_HEAD_DIMS:
@@ -88,10 +98,13 @@ class ForwardConfigSm100(TileOfHeads):
                     f"tile_n is {self.tile_n}, expected a multiple of {key.width}, the "
                     f"{key.kind}.__vec_size__"
                 )
-        if spec.has_block_mask or spec.gathers_keys or spec.has_qv:
-            broken.append("block masks, gathered keys and qv are not supported on SM100")
-        if spec.is_split and not spec.has_lse:
-            broken.append("the keys are split: lse is needed")
+        if spec.has_qv:
+            broken.append("qv is not supported on SM100")
+        most = THREADS_PER_WARP * self.num_load_warps(spec)
+        if spec.gathers_keys and self.tile_n > most:
+            broken.append(f"tile_n is {self.tile_n}, at most {most} where keys are gathered")
+        if spec.is_split and (spec.has_block_mask or not spec.has_lse):
+            broken.append("the keys are split: lists of blocks cannot be, and lse is needed")
         if not spec.gathers_keys and (
             spec.page_rows % 8 or (spec.page_rows and self.tile_n % spec.page_rows)
         ):
@@ -115,12 +128,18 @@ class ForwardConfigSm100(TileOfHeads):
 def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfigSm100:
     """The config of a problem, reckoned and not measured: as many stages as fit."""
     config = ForwardConfigSm100()
-    if spec.tile_d > ROWS:
+    if spec.tile_d > ROWS or spec.gathers_keys:
         config = replace(config, tile_n=64)
-    if spec.tile_d == 256 or (facts.few_rows is not None and facts.few_rows <= ROWS):
+    has_few_rows = facts.few_rows is not None and facts.few_rows <= ROWS
+    if spec.tile_d == 256 or spec.tile_dv > ROWS or has_few_rows:  # two O would find no room
         config = replace(config, tile_m=ROWS)
-    elif spec.tile_dv > ROWS:  # no room for two O
-        config = replace(config, tile_m=ROWS)
+    if spec.has_block_mask:  # tiles divide its blocks
+        block_q, block_k = facts.block_size or (2 * ROWS, ROWS)
+        tile_m = next((m for m in (256, 128) if m <= config.tile_m and block_q % m == 0), 64)
+        tile_n = next((n for n in (128, 64) if n <= config.tile_n and block_k % n == 0), 32)
+        config = replace(config, tile_m=tile_m, tile_n=tile_n, regs_softmax=200, regs_correction=64)
+    if config.tile_n <= 64:  # few scores a thread
+        config = replace(config, regs_softmax=160, regs_correction=96, regs_other=96)
     if spec.modifies_scores or spec.mask_mod is not None:
         config = replace(config, num_polynomial=0)  # the FMA units have enough to do
     fitting = (replace(config, num_stages=n) for n in (4, 3, 2))

@@ -13,7 +13,8 @@ Roles (the pipelines and signals between them: pipes.py):
     warpgroups 0, 1    softmax: the scores of one half of the queries each
     warpgroup 2        correction: rescales O, and writes the output
     warp 12            mma.py: issues every product
-    warp 13            device/load.py: issues every TMA and fetches tiles; warps 14, 15 idle
+    warp 13            device/load.py: issues every TMA and fetches tiles; warps 14, 15 idle, but
+                       for warp 14 where keys are gathered: device/gather.py
 
 Where tensor memory has no room for two O, or a tile's queries are few, it has 128 rows: blocks of
 keys then alternate between the buffers and the softmax warpgroups, which pass on the maximum.
@@ -40,7 +41,7 @@ from flash_cute.device.forward import AttentionKernel, Work
 from flash_cute.device.primitives import fresh_thread_idx, pack_halves, zero_rows
 from flash_cute.sm100 import tensor_memory
 from flash_cute.sm100.config import ROWS, THREADS_PER_WARPGROUP, ForwardConfigSm100
-from flash_cute.sm100.load import LoadWarpSm100
+from flash_cute.sm100.load import GatherWarpsSm100, LoadWarpSm100
 from flash_cute.sm100.mma import MmaWarp, TensorMemory
 from flash_cute.sm100.params import ForwardParams, LaunchDescriptionSm100
 from flash_cute.sm100.pipes import (
@@ -60,6 +61,7 @@ CORRECTION_WARP = 2 * WARPS_PER_WARPGROUP  # the first one, as the others
 MMA_WARP = 3 * WARPS_PER_WARPGROUP
 LOAD_WARP = MMA_WARP + 1
 COLUMNS = 16  # of O that the correction holds at a time
+PAST_QUERIES = 2**30  # a row that no sequence has
 WORDS = 16  # of P that are stored at a time
 
 
@@ -71,6 +73,7 @@ class Consumer:
     scores: Int32  # their address in tensor memory
     factors: cute.Tensor  # (rows,) of the buffer, in shared memory
     running: cute.Tensor  # (rows, buffer), in shared memory
+    blocks: cute.Tensor  # numbers of blocks, in shared memory
     row_max: cute.Tensor  # (1,) f32, as row_sum and o_scale
     row_sum: cute.Tensor
     o_scale: cute.Tensor
@@ -82,6 +85,7 @@ class Phases:
 
     scores: Int32
     maximum: Int32  # of the other buffer
+    visited: Int32  # blocks before the tile, with a block mask
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,12 @@ class FlashAttentionForwardSm100(AttentionKernel):
     def __init__(self, spec: ForwardSpecialization, config: ForwardConfigSm100):
         super().__init__(spec, config, LaunchDescriptionSm100(spec, config))
         self.exchange = Exchange(spec, config, self.dtype)
-        self.loader = LoadWarpSm100(self.exchange, self.mask)
+        self.num_load_warps = config.num_load_warps(spec)
+        if spec.gathers_keys:
+            place = (LOAD_WARP, self.num_load_warps)
+            self.loader = GatherWarpsSm100(self.exchange, self.mask, place)
+        else:
+            self.loader = LoadWarpSm100(self.exchange, self.mask)
         self.signals, self.memory = Signals(config.num_tiles_q), TensorMemory(spec, config)
         self.mma = MmaWarp(self)
 
@@ -156,7 +165,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             cute.arch.setmaxregister_decrease(self.config.regs_other)
             if warp == MMA_WARP:
                 self.mma.run(p, smem, pipes, tmem)
-            elif warp == LOAD_WARP:
+            elif warp < LOAD_WARP + self.num_load_warps:
                 self.loader.run(p, smem, pipes)
         tensor_memory.order_before()
         cute.arch.sync_threads()
@@ -172,15 +181,10 @@ class FlashAttentionForwardSm100(AttentionKernel):
         blocks, is_empty = self.blocks_of(p, said.tile, said.seqlen)
         return Work(said.tile, said.seqlen, blocks, said.num_partial, said.num_full, is_empty)
 
-    @cute.jit
-    def release_tile(self, pipes: Pipes, tile_state):
-        """Free the slot of an announcement that this warp has read."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            pipes.tile.consumer_release(tile_state)
-
     def num_blocks(self, work: Work) -> Int32:
-        """Blocks of keys that are visited for a tile."""
+        """Blocks of keys that are visited for a tile: one where a block mask lists none."""
+        if self.spec.has_block_mask:
+            return cutlass.max(work.num_partial + work.num_full, 1)
         return work.blocks.end - work.blocks.begin
 
     def lanes(self) -> Int32:
@@ -195,15 +199,19 @@ class FlashAttentionForwardSm100(AttentionKernel):
         consumer = pipeline.PipelineUserType.Consumer
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         c = self.start_consumer(smem, tmem)
-        s_phase, max_phase, free_phase = Int32(0), Int32(0), Int32(1)
+        s_phase, max_phase, free_phase, visited = Int32(0), Int32(0), Int32(1), Int32(0)
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
             c.row_max.fill(-Float32.inf)
             c.row_sum.fill(0.0)
-            phases = Phases(s_phase, max_phase)
-            phases, num_visits = self.visit_range(p, c, pipes, (phases, Int32(0)), work)
+            states = (Phases(s_phase, max_phase, visited), Int32(0))
+            if const_expr(self.spec.has_block_mask):
+                phases, num_visits = self.visit_lists(p, c, pipes, states, work)
+                visited += num_visits
+            else:
+                phases, num_visits = self.visit_range(p, c, pipes, states, work)
             s_phase, max_phase = phases.scores, phases.maximum
             if const_expr(self.config.num_tiles_q == 1):
                 # Where the other buffer had the last block, its maximum was not waited for.
@@ -214,7 +222,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             smem.sums[row, c.buffer] = c.row_sum[0]
             smem.maxima[row, c.buffer] = c.row_max[0]
             self.signals.arrive(pipes, Signal.STATS, c.buffer, Role.SOFTMAX)
-            self.release_tile(pipes, tile_state)
+            self.exchange.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]
@@ -227,14 +235,21 @@ class FlashAttentionForwardSm100(AttentionKernel):
             scores=self.memory.scores(tmem, buffer) + self.lanes(),
             factors=smem.factors[None, buffer],
             running=smem.running,
+            blocks=smem.blocks,
             row_max=cute.make_rmem_tensor(1, Float32),
             row_sum=cute.make_rmem_tensor(1, Float32),
             o_scale=cute.make_rmem_tensor(1, Float32),
         )
 
     def place(self, thread: Int32):
-        """Row within the query tile and first column within a key block of a softmax thread."""
-        return thread % self.config.tile_m, 0
+        """Row within the query tile and first column within a key block of a softmax thread.
+
+        Rows that hold nothing are far behind the queries: they see what they like, unwritten.
+        """
+        row = thread % self.config.rows_q
+        if self.config.tile_m < self.config.rows_q:
+            row = cutlass.select_(row < self.config.tile_m, row, Int32(PAST_QUERIES))
+        return row, 0
 
     @cute.jit
     def first_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, kv_state, work, n_block):
@@ -243,10 +258,11 @@ class FlashAttentionForwardSm100(AttentionKernel):
         The states are Phases and the number of blocks visited.
         """
         phases, num_visits = kv_state
+        block = (self.block_or_slot(n_block, kv_state), True, False, True)
         if const_expr(self.config.num_tiles_q == 2):
-            phases = self.weigh_block(p, c, pipes, phases, work, (n_block, True, False, True))
+            phases = self.weigh_block(p, c, pipes, phases, work, block)
         elif c.buffer == 0:
-            phases = self.weigh_block(p, c, pipes, phases, work, (n_block, True, False, True))
+            phases = self.weigh_block(p, c, pipes, phases, work, block)
         return phases, num_visits + 1
 
     @cute.jit
@@ -263,21 +279,31 @@ class FlashAttentionForwardSm100(AttentionKernel):
     ):
         """Scores and weights of a later block; returns the states of the next one."""
         phases, num_visits = kv_state
-        block = (n_block, is_masked, may_be_edge, False)
+        block = (self.block_or_slot(n_block, kv_state), is_masked, may_be_edge, False)
         if const_expr(self.config.num_tiles_q == 2):
             phases = self.weigh_block(p, c, pipes, phases, work, block)
         elif num_visits & 1 == c.buffer:
             phases = self.weigh_block(p, c, pipes, phases, work, block)
         return phases, num_visits + 1
 
+    def block_or_slot(self, n_block, kv_state):
+        """The number of a block, or where it will be when its scores are there."""
+        if not self.spec.has_block_mask:
+            return n_block
+        phases, num_visits = kv_state
+        return (phases.visited + num_visits) % self.exchange.block_slots
+
     @cute.jit
     def weigh_block(self, p: ForwardParams, c: Consumer, pipes: Pipes, phases, work: Work, block):
         """From S to P of a block of this warpgroup's; returns the next phases.
 
-        block: (number, whether it is masked, whether it may be, whether it is a tile's first)
+        block: (number or slot, whether it is masked, whether it may be, whether it is a tile's
+            first)
         """
         n_block, is_masked, may_be_edge, is_first = block
         S = self.read_scores(c, pipes, phases.scores)
+        if const_expr(self.spec.has_block_mask):
+            n_block = c.blocks[n_block]
         place = self.place(fresh_thread_idx())
         self.modify_scores(p, S, work, n_block, place, is_masked, may_be_edge)
         if const_expr(is_first):
@@ -287,7 +313,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             self.next_weights(p, c, pipes, phases, S)
         self.write_weights(p, c, pipes, S)
         max_phase = phases.maximum if const_expr(is_first) else phases.maximum ^ 1
-        return Phases(phases.scores ^ 1, max_phase)
+        return Phases(phases.scores ^ 1, max_phase, phases.visited)
 
     @cute.jit
     def read_scores(self, c: Consumer, pipes: Pipes, s_phase: Int32):
@@ -318,6 +344,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             self.signals.wait(pipes, Signal.MAX, c.buffer ^ 1, phases.maximum)
             before = c.running[row, c.buffer ^ 1]
         new_max, o_scale = softmax.raise_row(before, block_max, scale_log2, threshold)
+        new_max = cutlass.select_(block_max == block_max, new_max, block_max)  # NaN stays
         sum_scale = o_scale
         if const_expr(self.config.num_tiles_q == 1):
             sum_scale = softmax.rise_factor(c.row_max[0], new_max, scale_log2)
@@ -349,8 +376,8 @@ class FlashAttentionForwardSm100(AttentionKernel):
             sums.append(packed_sum(pairs))
         tensor_memory.wait_for_stores()
         self.signals.arrive(pipes, Signal.P, c.buffer, Role.SOFTMAX)
-        for block_sum in sums:
-            c.row_sum[0] = c.row_sum[0] + block_sum
+        first, second = packed_sum(sums)
+        c.row_sum[0] = c.row_sum[0] + (first + second)
 
     # -- correction
 
@@ -360,22 +387,19 @@ class FlashAttentionForwardSm100(AttentionKernel):
         consumer = pipeline.PipelineUserType.Consumer
         tile_state = pipeline.make_pipeline_state(consumer, TILE_STAGES)
         v_state = pipeline.make_pipeline_state(consumer, self.config.num_stages)
-        phases = CorrectionPhases(Int32(0), Int32(0), Int32(0))
+        phases, visited = CorrectionPhases(Int32(0), Int32(0), Int32(0)), Int32(0)
         c = Finished(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32))
         output = self.memory.output(tmem, 0) + self.lanes()
         pipes.tile.consumer_wait(tile_state)
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             work = self.receive(p, smem, tile_state.index)
-            num_blocks = self.num_blocks(work)
-            self.clear_tail(smem, pipes, v_state, work, work.blocks.end - 1)
-            if const_expr(self.spec.is_ragged_k):
-                for _ in cutlass.range(num_blocks, unroll=1):
-                    v_state.advance()
+            v_place = (v_state, visited)
             if const_expr(self.config.num_tiles_q == 2):
-                phases = self.correct_halves(smem, pipes, output, phases, num_blocks)
+                phases, v_place = self.correct_halves(smem, pipes, output, phases, v_place, work)
             else:
-                phases = self.correct_in_turns(smem, pipes, output, phases, num_blocks)
+                phases, v_place = self.correct_in_turns(smem, pipes, output, phases, v_place, work)
+            v_state, visited = v_place
             # Read anew: the tile's place then occupies no registers during the loop.
             work = self.receive(p, smem, tile_state.index)
             if const_expr(self.config.num_tiles_q == 2):
@@ -388,32 +412,39 @@ class FlashAttentionForwardSm100(AttentionKernel):
                 self.signals.wait(pipes, Signal.O, 0, phases.output)
                 self.store_tile(p, c, work, output, 0)
             phases = CorrectionPhases(phases.scale, phases.output ^ 1, phases.tile ^ 1)
-            self.release_tile(pipes, tile_state)
+            self.exchange.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.tile.consumer_wait(tile_state)
             m_block = smem.tiles[0, tile_state.index]
 
     @cute.jit
-    def correct_halves(self, smem, pipes: Pipes, output: Int32, phases, num_blocks: Int32):
-        """Rescale both O of a tile before the products that need it; returns the next phases."""
+    def correct_halves(self, smem, pipes: Pipes, output: Int32, phases, v_place, work: Work):
+        """Rescale both O of a tile before the products that need it.
+
+        Returns the next phases and the next place of V, as `clear_tail`.
+        """
+        v_place = self.clear_tail(smem, pipes, v_place, work, True)
         for i in cutlass.range_constexpr(BUFFERS):
             self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
         scale_phase = phases.scale
-        for _ in cutlass.range(num_blocks - 1, unroll=1):
+        for _ in cutlass.range(self.num_blocks(work) - 1, unroll=1):
+            v_place = self.clear_tail(smem, pipes, v_place, work, False)
             for i in cutlass.range_constexpr(BUFFERS):
                 self.signals.wait(pipes, Signal.SCALE, i, scale_phase)
                 row = fresh_thread_idx() % THREADS_PER_WARPGROUP
                 self.rescale(output + i * self.spec.tile_dv, smem.factors[row, i])
                 self.signals.arrive(pipes, Signal.P, i, Role.CORRECTION)
             scale_phase ^= 1
-        return CorrectionPhases(scale_phase, phases.output, phases.tile)
+        return CorrectionPhases(scale_phase, phases.output, phases.tile), v_place
 
     @cute.jit
-    def correct_in_turns(self, smem, pipes: Pipes, output: Int32, phases, num_blocks: Int32):
+    def correct_in_turns(self, smem, pipes: Pipes, output: Int32, phases, v_place, work: Work):
         """`correct_halves` of a tile of 128 queries, whose blocks alternate between the buffers."""
+        v_place = self.clear_tail(smem, pipes, v_place, work, True)
         self.signals.arrive(pipes, Signal.P, 0, Role.CORRECTION)
         scale_phases, output_phase = phases.scale, phases.output
-        for j in cutlass.range(1, num_blocks, unroll=1):
+        for j in cutlass.range(1, self.num_blocks(work), unroll=1):
+            v_place = self.clear_tail(smem, pipes, v_place, work, False)
             buffer = j & 1
             self.signals.wait(pipes, Signal.SCALE, buffer, scale_phases >> buffer & 1)
             scale_phases ^= 1 << buffer
@@ -422,7 +453,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
             output_phase ^= 1
             self.rescale(output, factor)
             self.signals.arrive(pipes, Signal.P, buffer, Role.CORRECTION)
-        return CorrectionPhases(scale_phases, output_phase, phases.tile)
+        return CorrectionPhases(scale_phases, output_phase, phases.tile), v_place
 
     @cute.jit
     def take_stats(self, smem: SharedTensors, pipes: Pipes, buffer: int, phase: Int32):
@@ -461,7 +492,7 @@ class FlashAttentionForwardSm100(AttentionKernel):
         self, p: ForwardParams, c: Finished, work: Work, output: Int32, i: cutlass.Constexpr[int]
     ):
         """Close the rows of one product's tile, scale them and write them."""
-        row = i * ROWS + fresh_thread_idx() % THREADS_PER_WARPGROUP
+        row, _ = self.place(i * ROWS + fresh_thread_idx() % THREADS_PER_WARPGROUP)
         rows, factor = self.store_lse(p, c, work, row)
         for col in cutlass.range_constexpr(0, self.spec.tile_dv, COLUMNS):
             O = cute.make_rmem_tensor((1, COLUMNS), Float32)
@@ -472,11 +503,32 @@ class FlashAttentionForwardSm100(AttentionKernel):
         tensor_memory.order_before()
 
     @cute.jit
-    def clear_tail(self, smem: SharedTensors, pipes: Pipes, v_state, work: Work, n_block: Int32):
-        """Zero the rows of a V block that belong to no key: 0 times their NaN would be NaN."""
+    def clear_tail(
+        self,
+        smem: SharedTensors,
+        pipes: Pipes,
+        v_place,
+        work: Work,
+        is_first: cutlass.Constexpr[bool],
+    ):
+        """Zero the rows of a V block that belong to no key: 0 times their NaN would be NaN.
+
+        v_place: (state of V, blocks visited); returns those of the next block
+        """
+        v_state, visited = v_place
         if const_expr(self.spec.is_ragged_k):
-            num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
-            if num_valid < self.config.tile_n:
-                pipes.v.consumer_wait(v_state)
-                first_row = cutlass.max(num_valid, 0)
-                zero_rows(smem.sV[None, None, v_state.index], first_row, THREADS_PER_WARPGROUP)
+            # The last keys come first, but for those of lists.
+            if const_expr(is_first or self.spec.has_block_mask):
+                n_block = work.blocks.end - 1
+                if const_expr(self.spec.has_block_mask):
+                    pipes.v.consumer_wait(v_state)  # the number is there before
+                    n_block = smem.blocks[visited % self.exchange.block_slots]
+                num_valid = work.seqlen.seqlen_k - n_block * self.config.tile_n
+                if num_valid < self.config.tile_n:
+                    pipes.v.consumer_wait(v_state)
+                    first_row = cutlass.max(num_valid, 0)
+                    sV = smem.sV[None, None, v_state.index]
+                    zero_rows(sV, first_row, THREADS_PER_WARPGROUP)
+            v_state.advance()
+            visited += 1
+        return v_state, visited

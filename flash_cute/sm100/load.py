@@ -1,9 +1,10 @@
-"""The load warp of the SM100 forward kernel."""
+"""The load warps of the SM100 forward kernel: one, or two where keys are gathered."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 
+from flash_cute.device.gather import FollowingWarp, GatherWarps, LeadingWarp
 from flash_cute.device.load import Keys, LoadWarp
 
 
@@ -12,6 +13,10 @@ class LoadWarpSm100(LoadWarp):
 
     All of them at once would take more uniform registers than the warp of the products leaves.
     """
+
+    def slot_of(self, state) -> Int32:
+        """The softmax looks when the stage of K may be filled anew."""
+        return state.count % self.exchange.block_slots
 
     @cute.jit
     def fill(self, p, operand, pipe, state, keys: Keys, place, block, page):
@@ -27,3 +32,17 @@ class LoadWarpSm100(LoadWarp):
                 self.copy(operand, pipe, state, from_gmem[None, piece], to_smem)
         else:
             LoadWarp.fill(self, p, operand, pipe, state, keys, place, block, page)
+
+
+class LeadingWarpSm100(LeadingWarp, LoadWarpSm100):
+    """The first of the warps that gather."""
+
+
+class FollowingWarpSm100(FollowingWarp, LoadWarpSm100):
+    """The second one."""
+
+
+class GatherWarpsSm100(GatherWarps):
+    """Both."""
+
+    leading, following = LeadingWarpSm100, FollowingWarpSm100

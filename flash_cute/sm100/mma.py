@@ -60,7 +60,7 @@ class MmaWarp:
         spec, config, dtype = kernel.spec, kernel.config, kernel.dtype
         self.spec, self.config, self.kernel = spec, config, kernel
         self.signals, self.memory = kernel.signals, kernel.memory
-        self.q = SmemOperand(config.tile_m, spec.tile_d)
+        self.q = SmemOperand(config.rows_q, spec.tile_d)
         self.k = SmemOperand(config.tile_n, spec.tile_d)
         self.v = SmemOperand(config.tile_n, spec.tile_dv)
         self.kind_qk = tensor_memory.instruction(ROWS, config.tile_n, dtype, False)
@@ -80,7 +80,7 @@ class MmaWarp:
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             num_blocks = self.kernel.num_blocks(self.kernel.receive(p, smem, tile_state.index))
-            self.kernel.release_tile(pipes, tile_state)
+            self.kernel.exchange.release_tile(pipes, tile_state)
             tile_state.advance()
             pipes.q.consumer_wait(q_state)
             kv_state = (k_state, v_state)

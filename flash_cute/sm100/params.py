@@ -23,6 +23,8 @@ class ForwardParams:
     q: TmaOperand
     k: TmaOperand
     v: TmaOperand
+    mK: cute.Tensor  # (page_size, head_dim, num_heads_kv, pages) where keys are gathered, else None
+    mV: cute.Tensor
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
     mSink: cute.Tensor  # (num_heads_q,)
@@ -55,11 +57,13 @@ class LaunchDescriptionSm100(TmaDescription):
         mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
         captured, more = self.captured(more)
         packing, positions = self.head_packing(args), config.positions(spec)
-        box_rows = spec.page_rows or tile_n
+        box_rows = tile_n if spec.gathers_keys else spec.page_rows or tile_n
         return ForwardParams(
-            q=self.tma_operand(mQ, (config.tile_m, spec.tile_d, 1), positions),
+            q=self.tma_operand(mQ, (config.rows_q, spec.tile_d, 1), positions),
             k=self.tma_operand(mK, (tile_n, spec.tile_d, stages), box_rows),
             v=self.tma_operand(mV, (tile_n, spec.tile_dv, stages), box_rows),
+            mK=mK if spec.gathers_keys else None,
+            mV=mV if spec.gathers_keys else None,
             packing=packing,
             **self.common(args, packing.packs, positions),
             captured=captured,

@@ -3,6 +3,7 @@
 Pipelines (full = bytes landed, empty = arrivals):
     q     1 stage      load -> mma   empty: the commit after the tile's last products with Q
     k, v  num_stages   load -> mma   empty: the commit after the last product with the stage
+                       where keys are gathered, full: one arrival for each thread that gathers
     tile  2 stages     load -> all   full: one arrival; empty: one arrival per warp that reads it
 
 Signals, two of each, one for each buffer of scores; `arrivals` has who arrives how often. The
@@ -85,8 +86,8 @@ class Pipes(NamedTuple):
     """The pipelines from the load warp, and the first of the signals' barriers."""
 
     q: pipeline.PipelineTmaAsync
-    k: pipeline.PipelineTmaAsync
-    v: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync | pipeline.PipelineAsync
+    v: pipeline.PipelineTmaAsync | pipeline.PipelineAsync
     tile: pipeline.PipelineAsync
     signals: cute.Pointer
 
@@ -103,10 +104,20 @@ class SharedTensors(NamedTuple):
     maxima: cute.Tensor
     running: cute.Tensor  # (rows, buffer) f32: maximum so far, for the next block
     tmem: cute.Tensor  # (1,) int32: address of the tensor memory
+    blocks: cute.Tensor  # (block_slots,) int32: numbers of the newest blocks, with a block mask
 
 
 class Exchange(TileExchange):
     """Lays out shared memory and opens the pipelines of one specialization with one config."""
+
+    @property
+    def block_slots(self) -> int:
+        """Numbers of blocks that are kept.
+
+        A stage of K is filled anew when its product is done; that was issued when P of the second
+        block before it was there at the latest. Numbers of later blocks may still be read.
+        """
+        return self.config.num_stages + BUFFERS
 
     def storage(self, p: ForwardParams):
         """The struct of shared memory."""
@@ -122,6 +133,7 @@ class Exchange(TileExchange):
             tile_barriers: cute.struct.MemRange[Int64, 2 * TILE_STAGES]
             signals: cute.struct.MemRange[Int64, BUFFERS * len(Signal)]
             tmem: cute.struct.MemRange[Int32, 1]
+            blocks: cute.struct.MemRange[Int32, self.block_slots]
             tiles: cute.struct.MemRange[Int32, self.tile_fields * TILE_STAGES]
             factors: cute.struct.MemRange[Float32, ROWS * BUFFERS]
             sums: cute.struct.MemRange[Float32, ROWS * BUFFERS]
@@ -146,6 +158,7 @@ class Exchange(TileExchange):
             storage.maxima.get_tensor(rows),
             storage.running.get_tensor(rows),
             storage.tmem.get_tensor(cute.make_layout(1)),
+            storage.blocks.get_tensor(cute.make_layout(self.block_slots)),
         )
 
     def pipelines(self, storage) -> Pipes:
@@ -167,19 +180,39 @@ class Exchange(TileExchange):
                 defer_sync=True,
             )
 
+        def plain(barriers, stages, producers, consumers):
+            return pipeline.PipelineAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=threads(producers),
+                consumer_group=threads(consumers),
+                defer_sync=True,
+            )
+
+        def keys(barriers, dim):
+            if spec.gathers_keys:
+                return plain(barriers, config.num_stages, 32 * config.num_load_warps(spec), 1)
+            return tma(barriers, config.num_stages, config.tile_n, dim)
+
         return Pipes(
             tma(storage.q_barriers, 1, config.rows_used(spec), spec.tile_d),
-            tma(storage.k_barriers, config.num_stages, config.tile_n, spec.tile_d),
-            tma(storage.v_barriers, config.num_stages, config.tile_n, spec.tile_dv),
-            pipeline.PipelineAsync.create(
-                barrier_storage=storage.tile_barriers.data_ptr(),
-                num_stages=TILE_STAGES,
-                producer_group=threads(1),
-                consumer_group=threads(TILE_READERS),
-                defer_sync=True,
+            keys(storage.k_barriers, spec.tile_d),
+            keys(storage.v_barriers, spec.tile_dv),
+            plain(
+                storage.tile_barriers,
+                TILE_STAGES,
+                1,
+                TILE_READERS + config.num_load_warps(spec) - 1,
             ),
             signals,
         )
+
+    @cute.jit
+    def release_tile(self, pipes: Pipes, state):
+        """Free the slot of an announcement that this warp has read."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            pipes.tile.consumer_release(state)
 
     @cute.jit
     def open_signals(self, signals: cute.Pointer):

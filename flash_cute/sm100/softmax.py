@@ -11,47 +11,43 @@ from cutlass import Float32, Int32
 from flash_cute.device.primitives import exp2, reduce_in_chains
 from flash_cute.sm100.config import WEIGHTS_PER_GROUP
 
-# 2**x on [0, 1) by minimax polynomials, lowest power first: relative errors of 7.5e-5 and 2.6e-6,
-# below the rounding of bf16 (3.9e-3) and of fp16 (4.9e-4).
+# 2**x on [0, 1) by minimax polynomials, lowest power first: relative errors of 8.6e-5 and 2.9e-6,
+# below the rounding of bf16 (3.9e-3) and of fp16 (4.9e-4). The first one is 1: see LOWEST.
 COEFFICIENTS = {
-    cutlass.BFloat16: (0.99992520, 0.69583356, 0.22606716, 0.078024521),
-    cutlass.Float16: (1.0000026, 0.69300383, 0.24144276, 0.052011460, 0.013534168),
+    cutlass.BFloat16: (1.0, 0.69511682, 0.22764482, 0.0770672),
+    cutlass.Float16: (1.0, 0.69304484, 0.24128022, 0.05224245, 0.0134267),
 }
-LOWEST = -127.0  # 2**x is 0 from here on down
-# Adding this rounds to a whole number, whose low bits are then the exponent of a float32.
-ROUNDER = 1.5 * 2.0**23 + 127.0
+LOWEST = -127.0  # here the exponent of the polynomial's 1 becomes 0, and its bits those of 0
+ROUNDER = 1.5 * 2.0**23  # adding this rounds to a whole number, in the low bits
 
 
 def fmax3(a: Float32, b: Float32, c: Float32) -> Float32:
-    """Maximum of three."""
+    """Maximum of three; NaN where one is."""
     return cute.arch.inline_ptx(
-        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        "max.NaN.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],
         read_only_args=[a, b, c],
     )
 
 
 def row_maximum(values: list) -> Float32:
-    """Maximum of a row, two values an instruction, in four chains."""
+    """Maximum of a row, two values an instruction, in four chains; NaN where one is."""
     chains = list(values[:4])
     for i in range(4, len(values), 2):
         chains[i // 2 % 4] = fmax3(chains[i // 2 % 4], values[i], values[i + 1])
-    return reduce_in_chains(chains, cute.arch.fmax)
+    return reduce_in_chains(chains, at_least)
 
 
-def packed_sum(pairs: list) -> Float32:
-    """Sum of all values of pairs, in two chains of pairs."""
-    first, second = reduce_in_chains(
-        pairs, lambda a, b: cute.arch.add_packed_f32x2(a, b), num_chains=2
-    )
-    return first + second
+def packed_sum(pairs: list):
+    """Sum of pairs, in two chains."""
+    return reduce_in_chains(pairs, lambda a, b: cute.arch.add_packed_f32x2(a, b), num_chains=2)
 
 
 def weights_of(values: list, shift: Float32, scale: Float32, num_polynomial: int, dtype) -> list:
     """Pairs of exp2(value * scale + shift).
 
     Args:
-        num_polynomial: of every 16 weights as many are computed by the polynomial.
+        num_polynomial: of every 32 weights as many are computed by the polynomial.
     """
     pairs, per_group = [], WEIGHTS_PER_GROUP // 2
     for i in range(0, len(values), 2):
@@ -69,7 +65,8 @@ def weights_of(values: list, shift: Float32, scale: Float32, num_polynomial: int
 def exp2_polynomial(x, coefficients):
     """2**x of a pair on the FMA units: the whole part as an exponent, a polynomial of the rest.
 
-    Units: x at most 128; NaN stays NaN, what is below LOWEST, and -inf, becomes 0.
+    Units: x below 128; what is below LOWEST, and -inf, becomes 0. NaN becomes a number: the rows'
+           maximum says where there was one.
     """
     x = tuple(at_least(value, LOWEST) for value in x)
     rounded = cute.arch.add_packed_f32x2(x, (ROUNDER, ROUNDER), rnd="rm")
@@ -78,12 +75,20 @@ def exp2_polynomial(x, coefficients):
     power = (coefficients[-1],) * 2
     for coefficient in coefficients[-2::-1]:
         power = cute.arch.fma_packed_f32x2(power, rest, (coefficient, coefficient))
-    scales = tuple((value.bitcast(Int32) << 23).bitcast(Float32) for value in rounded)
-    return cute.arch.mul_packed_f32x2(power, scales)
+    return tuple(raised(*pair) for pair in zip(power, rounded, strict=True))
 
 
-def at_least(x: Float32, lowest: float) -> Float32:
-    """The larger of both; NaN where x is NaN."""
+def raised(power: Float32, rounded: Float32) -> Float32:
+    """power * 2**n, where n is in the low bits of `rounded`: added to the exponent."""
+    return cute.arch.inline_ptx(
+        "mad.lo.s32 {$w0}, {$r0}, 8388608, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[rounded.bitcast(Int32), power.bitcast(Int32)],
+    ).bitcast(Float32)
+
+
+def at_least(x: Float32, lowest) -> Float32:
+    """The larger of both; NaN where one is."""
     return cute.arch.inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Float32],

@@ -29,12 +29,12 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_cute.device import softmax
 from flash_cute.device.announce import TILE_STAGES
 from flash_cute.device.forward import Work
+from flash_cute.device.gather import GatherWarps
 from flash_cute.device.load import LoadWarp
 from flash_cute.device.primitives import as_rows_cols, fresh_thread_idx
 from flash_cute.device.tma import TmaOperand
 from flash_cute.sm90.base import ROWS_PER_THREAD, ROWS_PER_WARP, AttentionKernelSm90
 from flash_cute.sm90.config import THREADS_PER_WARPGROUP, ForwardConfigSm90
-from flash_cute.sm90.gather import GatherWarps
 from flash_cute.sm90.params import ForwardParams, LaunchDescriptionSm90
 from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP, Exchange, Pipes, SharedTensors
 from flash_cute.specialization import ForwardSpecialization
@@ -80,7 +80,10 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
         super().__init__(spec, config, LaunchDescriptionSm90(spec, config))
         self.exchange = Exchange(spec, config, self.dtype)
         self.num_load_warps = WARPS_PER_WARPGROUP if spec.gathers_keys else 1
-        self.loader = (GatherWarps if spec.gathers_keys else LoadWarp)(self.exchange, self.mask)
+        if spec.gathers_keys:
+            self.loader = GatherWarps(self.exchange, self.mask, (0, self.num_load_warps))
+        else:
+            self.loader = LoadWarp(self.exchange, self.mask)
 
     # ---------------------------------------------------------------- device
 

@@ -71,6 +71,10 @@ class Exchange(TileExchange):
             storage.blocks.get_tensor(cute.make_layout(self.config.num_stages)),
         )
 
+    def release_tile(self, pipes, state):
+        """Free the slot of an announcement that this thread has read."""
+        pipes.tile.consumer_release(state)
+
     def pipelines(self, storage) -> Pipes:
         """The q, k, v and tile pipelines; arrive counts follow from the roles."""
         spec, config = self.spec, self.config

@@ -40,6 +40,7 @@ class Program:
     threads: int
     mode: Mode
     uses_tensor_memory: bool
+    tma_ranks: frozenset[int]
 
 
 def missing_tools() -> list[str]:
@@ -73,7 +74,8 @@ def build(ptx: str, mode: Mode = PLAIN, faults: Sequence[Fault] = ()) -> Program
         lowered = lowering.join(lowered, device_functions(mode.lazy))
     threads = thread_count(ptx)
     cubin = assemble(lowered, min(MOST_REGISTERS, REGISTERS_PER_SM // threads // 8 * 8))
-    return Program(entry, cubin, parameters, threads, mode, uses_tensor_memory)
+    ranks = tma_ranks(ptx)
+    return Program(entry, cubin, parameters, threads, mode, uses_tensor_memory, ranks)
 
 
 @functools.cache
@@ -141,6 +143,11 @@ def declared_parameters(ptx: str) -> tuple[Parameter, ...]:
         is_read = re.search(rf"(?<![\w$]){re.escape(name)}(?![\w$])", body) is not None
         found.append(Parameter(size * int(length or 1), int(alignment or size), is_read))
     return tuple(found)
+
+
+def tma_ranks(ptx: str) -> frozenset[int]:
+    """The dimensions that its tensor maps have; the hardware stops a kernel at another number."""
+    return frozenset(map(int, re.findall(r"\bcp\.async\.bulk\.tensor\.(\d)d\b", ptx)))
 
 
 def thread_count(ptx: str) -> int:

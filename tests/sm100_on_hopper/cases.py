@@ -36,3 +36,23 @@ def attend(
         raise AssertionError(f"{case.id} ran no kernel of {declared}")
     checks.assert_attention(got, *checks.oracle(q, k, v, causal=case.causal))
     return names
+
+
+def see_nan(declared: str, arch: str, mode: Mode = PLAIN) -> list[str]:
+    """One NaN key in each sequence, in every place of a group of weights: who sees it is NaN.
+
+    Raises: AssertionError where another row changed, or one is a number.
+    """
+    case = Case(32, 1, 1, 300, 450, 64, causal=True)
+    q, k, v = checks.gaussian(case, "cuda")
+    with substitute(getattr(selection, declared), arch, mode) as names:
+        before, lse_before = flash_attn_func(q, k, v, causal=True, return_lse=True)
+        for b in range(case.batch):
+            k[b, 288 + b] = float("nan")
+        out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    for b in range(case.batch):
+        first = 288 + b - (450 - 300)  # row that sees the key
+        assert out[b, first:].isnan().all() and lse[b, :, first:].isnan().all()
+        checks.assert_same_bits("out", out[b, :first], before[b, :first])
+        checks.assert_same_bits("lse", lse[b, :, :first], lse_before[b, :, :first])
+    return names

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from sm100_on_hopper import build
 from sm100_on_hopper.worker import Worker
+
+GROUPS = 4  # of the GPU tests here, with `--dist loadgroup`: each starts a process of its own
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Spread the GPU tests here over few processes of pytest-xdist."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    here = [i for i in items if i.path.parent == Path(__file__).parent]
+    for number, item in enumerate(i for i in here if i.get_closest_marker("gpu")):
+        item.add_marker(pytest.mark.xdist_group(f"hopper-{number % GROUPS}"))
 
 
 @pytest.fixture(scope="session")

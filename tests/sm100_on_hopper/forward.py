@@ -14,8 +14,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flash_cute.arguments import ForwardArguments
@@ -119,19 +120,23 @@ class ForwardRecord:
     def tma(
         self, name: str, rows: int, heads: int, dim: int, tile_dim: int, box_rows: int
     ) -> list[Field]:
-        """The tensor map of an operand and the dynamic sizes of its coordinates."""
+        """The tensor map of an operand and the dynamic sizes of its coordinates.
+
+        Where the batch is 1 at compile time neither has that dimension.
+        """
         swizzle = next(size for size in (128, 64, 32) if tile_dim * ELEMENT_BYTES % size == 0)
         batch = self.batch_of(name)
+        batches = () if batch is None else (batch,)
+        sizes = (dim, rows, heads, *batches)
         tile = TmaTile(
             address=getattr(self.args, name),
             dtype=self.spec.dtype,
-            sizes=(dim, rows, heads, batch or 1),
-            strides=tuple(ELEMENT_BYTES * stride for stride in self.strides(name)),
-            box=(swizzle // ELEMENT_BYTES, box_rows, 1, 1),
+            sizes=sizes,
+            strides=tuple(ELEMENT_BYTES * s for s in self.strides(name)[: len(sizes) - 1]),
+            box=(swizzle // ELEMENT_BYTES, box_rows, *(1 for _ in sizes[2:])),
             swizzle_bytes=swizzle,
         )
-        dynamic = (rows, dim, heads) + (() if batch is None else (batch,))
-        return [Field(name, tile), record.sizes(f"{name}.sizes", *dynamic)]
+        return [Field(name, tile), record.sizes(f"{name}.sizes", rows, dim, heads, *batches)]
 
     def view(self, label: str, name: str, rows: int, heads: int, dim: int) -> Field:
         """A (rows, dim, heads, batch) tensor that threads access."""
@@ -299,6 +304,21 @@ def substitute(
         compile.executable, selection.KERNELS, launch._plans = before
 
 
+GPU_FIXTURES = {"gpu", "any_gpu", "hopper"}  # of the suite: they skip, and have no value to use
+
+
+def bound(module: str, function: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """A function of a test module with its arguments; fixtures that ask for a GPU get None.
+
+    Raises: TypeError where it takes others.
+    """
+    called = getattr(importlib.import_module(module), function)
+    signature = inspect.signature(called)
+    fixtures = dict.fromkeys(GPU_FIXTURES & signature.parameters.keys())
+    given = signature.bind(**fixtures, **arguments)
+    return functools.partial(called, *given.args, **given.kwargs)
+
+
 def run_test(
     declared: str,
     arch: str,
@@ -316,9 +336,9 @@ def run_test(
     """
     from flash_cute import selection
 
-    called = getattr(importlib.import_module(module), function)
+    called = bound(module, function, arguments)
     with substitute(getattr(selection, declared), arch, mode, faults) as names:
-        called(**arguments)
+        called()
     if not names:
         raise AssertionError(f"{module}.{function} launched no kernel of {declared}")
     return names

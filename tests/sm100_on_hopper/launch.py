@@ -16,7 +16,7 @@ import torch
 from cuda.bindings import driver
 
 from sm100_on_hopper.build import Program
-from sm100_on_hopper.record import TENSOR_MAP_BYTES, Field, TmaTile, pack
+from sm100_on_hopper.record import TENSOR_MAP_BYTES, Field, TmaTile, check_ranks, pack
 
 COLUMNS, LANES = 512, 128  # of tensor memory
 WARPS, QUEUE_LENGTH, PRODUCT_WORDS = 32, 128, 8  # as tensor_memory.cu has them
@@ -134,6 +134,7 @@ class Loaded:
         Raises: RefusalError where the record does not fit the kernel, HangError, LaunchError.
         """
         values = pack(record, self.program.parameters, encode)
+        check_ranks(record, self.program.tma_ranks)
         state = None
         if self.program.uses_tensor_memory:
             state = new_state(grid, self.program.mode.lazy)

@@ -109,3 +109,10 @@ def pack(record: Sequence[Field], parameters: Sequence[Parameter], encode) -> li
             )
         packed.append(value)
     return packed
+
+
+def check_ranks(record: Sequence[Field], ranks: frozenset[int]) -> None:
+    """Raise RefusalError where a kernel reads tensor maps of `ranks` that no field has."""
+    maps = [field.value for field in record if isinstance(field.value, TmaTile)]
+    if missing := ranks - {len(tile.sizes) for tile in maps}:
+        raise RefusalError(f"tensor maps of {sorted(missing)} dimensions, which no field has")

@@ -18,7 +18,7 @@ from flash_cute import Target, flash_attn_func, selection
 from flash_cute.arguments import ForwardArguments
 from flash_cute.features import Feature
 from flash_cute.specialization import ForwardSpecialization, TileFacts
-from sm100_on_hopper import build, forward, launch, lowering, matmul, record
+from sm100_on_hopper import build, forward, launch, lowering, matmul, record, test_forward
 from sm100_on_hopper.build import Parameter
 from sm100_on_hopper.lowering import Mode, RefusalError
 from sm100_on_hopper.record import TENSOR_MAP_BYTES, TmaTile
@@ -91,8 +91,10 @@ def kernel_of(declared: str, features: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("declared", "arch"), [("SM90", "sm_90a"), ("SM100", "sm_100a")])
 def test_record_fits_the_ptx_of_a_kernel(declared: str, arch: str, features: dict[str, Any]):
     kernel = kernel_of(declared, features)
-    parameters = build.declared_parameters(build.kernel_ptx(kernel, arch))
+    ptx = build.kernel_ptx(kernel, arch)
+    parameters = build.declared_parameters(ptx)
     fields = forward.ForwardRecord(kernel, values(kernel.spec)).fields()
+    record.check_ranks(fields, build.tma_ranks(ptx))
     packed = record.pack(fields, parameters, encoded)
     assert [len(value) for value in packed] == [parameter.size for parameter in parameters]
     names = [field.name for field in fields]
@@ -152,6 +154,19 @@ def test_record_that_does_not_fit_is_refused_by_name():
     with pytest.raises(RefusalError, match="reads mma"):
         record.pack([record.unread("mma")], four, encoded)
     assert record.pack([record.unread("mma")], (Parameter(3, 1, False),), encoded) == [bytes(3)]
+    tile = TmaTile(0, "bf16", (64, 128), (128,), (64, 128), 128)
+    record.check_ranks([record.tma("a", tile)[0]], frozenset({2}))
+    with pytest.raises(RefusalError, match=r"maps of \[3\] dimensions"):
+        record.check_ranks([record.tma("a", tile)[0]], frozenset({2, 3}))
+
+
+def test_functions_taken_over_get_what_they_take():
+    for module, function, arguments in test_forward.OTHERS.values():
+        assert forward.bound(module, function, arguments)
+    for case in test_forward.test_variants.CASES:
+        assert forward.bound("test_variants", "test_pairs_of_features", {"case": case})
+    with pytest.raises(TypeError, match="rows"):
+        forward.bound("test_split", "test_parts_give_the_whole", {"dims": (64, 64)})
 
 
 class Launches:

@@ -1,28 +1,30 @@
-"""Keys and values gathered one by one: the load warpgroup where no TMA fits the pages.
+"""Keys and values gathered one by one: several load warps where no TMA fits the pages.
 
-All four warps gather. Warp 0 leads: it also finds and announces tiles and loads the queries, as
-LoadWarp does; the others follow its announcements. Each warp owns a quarter of the rows of a block;
-a lane looks up the place of one of them, and all copy 16 bytes at a time with cp.async.
+The first one leads: it also finds and announces tiles and loads the queries, as LoadWarp does; the
+others follow its announcements. Each warp owns as many rows of a block, 32 at most; a lane looks up
+the place of one of them, and all copy 16 bytes at a time with cp.async.
+
+The parameters are any with `mK` and `mV` beside what LoadWarp uses.
 
 No barrier knows when such copies land. A thread therefore arrives at a stage's barrier when its own
 copies have landed and are visible to the tensor cores (fence), which it looks after `LAG` blocks
 later; until then it goes on issuing. No deadlock: K and V alternate and their rings have two stages
 at least, so that a stage gets free without any of the `LAG` newest blocks. The stage of Q does not:
-consumers that clear the tail of V hold Q until V has arrived, and where a tile has one block that
-is one of the newest. So the leader, before it waits for that stage, looks after all but K.
+consumers that clear the tail of V, or free Q after the last product with V, hold Q until V has
+arrived, and that may be one of the newest. So the leader, before it waits for that stage, looks
+after all but K.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, pipeline
 
-from flash_cute.device.announce import TILE_STAGES
+from flash_cute.device.announce import TILE_STAGES, TileExchange
 from flash_cute.device.load import Keys, LoadWarp
+from flash_cute.device.mask import AttentionMask
 from flash_cute.device.paged_kv import unpack_place
 from flash_cute.device.primitives import arrive_if, copy_or_zero
 from flash_cute.device.tile_scheduler import Tile
-from flash_cute.sm90.params import ForwardParams
-from flash_cute.sm90.pipes import WARPS_PER_WARPGROUP, Pipes, SharedTensors
 
 LAG = 2
 ELEMENTS = 8  # of a copy
@@ -35,12 +37,23 @@ class GatheringWarp(LoadWarp):
     """What the leader and the followers share.
 
     A thread keeps the barriers of its `LAG` newest blocks in `pending`, the oldest first.
+
+    place: the first warp of those that gather, and their number
     """
+
+    def __init__(self, exchange: TileExchange, mask: AttentionMask, place: tuple[int, int]):
+        super().__init__(exchange, mask)
+        self.first_warp, self.num_warps = place
 
     def start(self):
         """Nothing is under way yet."""
         self.pending = cute.make_rmem_tensor(LAG, Int32)
         self.pending.fill(0)
+
+    def warp(self) -> Int32:
+        """This warp's number among those that gather."""
+        warp = cute.arch.warp_idx()
+        return warp - self.first_warp if self.first_warp else warp
 
     @cute.jit
     def finish(self):
@@ -50,27 +63,27 @@ class GatheringWarp(LoadWarp):
         for i in cutlass.range_constexpr(LAG):
             arrive_if(self.pending[i])
 
-    def find_keys(self, p: ForwardParams, smem: SharedTensors, tile: Tile, seqlen) -> Keys:
+    def find_keys(self, p, smem, tile: Tile, seqlen) -> Keys:
         """Where the pages of a tile are."""
         k, v = (smem.sK, p.k.layout, p.mK), (smem.sV, p.v.layout, p.mV)
         head, row = p.packing.kv_head(tile), p.sequences.row_k(tile.batch)
         return Keys(k, v, head, row, seqlen)
 
-    def page_of(self, p: ForwardParams, keys: Keys, block: Int32) -> Int64:
+    def page_of(self, p, keys: Keys, block: Int32) -> Int64:
         """The place of one row of a block: each lane has one of those of its warp."""
-        rows = self.config.tile_n // WARPS_PER_WARPGROUP
-        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        rows = self.config.tile_n // self.num_warps
+        warp, lane = self.warp(), cute.arch.lane_idx()
         key = block * self.config.tile_n + warp * rows + cutlass.min(lane, rows - 1)
         return p.pages.place_of(keys.row, key, keys.seqlen)
 
     @cute.jit
-    def load_block(self, p: ForwardParams, operand, pipe, state, keys, place, block, page: Int64):
+    def load_block(self, p, operand, pipe, state, keys, place, block, page: Int64):
         """Wait for a free stage, start filling it; returns the advanced state."""
         ring, layout, mX = place
         pipe.producer_acquire(state)
-        rows = self.config.tile_n // WARPS_PER_WARPGROUP
+        rows = self.config.tile_n // self.num_warps
         runs = cute.size(ring, mode=[1]) // ELEMENTS
-        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        warp, lane = self.warp(), cute.arch.lane_idx()
         base = ring.iterator.toint()
         swizzled = cute.make_composed_layout(layout.inner, 0, cute.make_layout(RING_BYTES))
         page_of_lane, position_of_lane = unpack_place(page)
@@ -98,17 +111,17 @@ class GatheringWarp(LoadWarp):
 
 
 class LeadingWarp(GatheringWarp):
-    """Warp 0."""
+    """The first warp."""
 
     @cute.jit
-    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+    def run(self, p, smem, pipes):
         """As LoadWarp."""
         self.start()
         LoadWarp.run(self, p, smem, pipes)
         self.finish()
 
     @cute.jit
-    def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
+    def load_queries(self, p, smem, pipes, state, tile: Tile, seqlen):
         """As LoadWarp; the newest block is K of this tile."""
         cute.arch.cp_async_wait_group(1)
         cute.arch.fence_view_async_shared()
@@ -119,10 +132,10 @@ class LeadingWarp(GatheringWarp):
 
 
 class FollowingWarp(GatheringWarp):
-    """Warps 1 to 3."""
+    """The other warps."""
 
     @cute.jit
-    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+    def run(self, p, smem, pipes):
         """All tiles that the leader announces."""
         self.start()
         states = self.start_states()
@@ -131,7 +144,7 @@ class FollowingWarp(GatheringWarp):
         m_block = smem.tiles[0, tile_state.index]
         while m_block >= 0:
             said = self.exchange.receive(smem, tile_state.index)
-            pipes.tile.consumer_release(tile_state)
+            self.exchange.release_tile(pipes, tile_state)
             lists = self.open_lists(p, said.tile)
             states, _ = self.load_tile(p, smem, pipes, states, said.tile, said.seqlen, lists)
             tile_state.advance()
@@ -139,25 +152,32 @@ class FollowingWarp(GatheringWarp):
             m_block = smem.tiles[0, tile_state.index]
         self.finish()
 
-    def load_queries(self, p: ForwardParams, smem, pipes: Pipes, state, tile: Tile, seqlen):
+    def load_queries(self, p, smem, pipes, state, tile: Tile, seqlen):
         """The leader does."""
         return state
 
-    def fetch_tile(self, p: ForwardParams) -> Int32:
+    def fetch_tile(self, p) -> Int32:
         """The leader does."""
         return Int32(0)
 
 
 class GatherWarps:
-    """All warps of the load warpgroup."""
+    """All warps that gather.
 
-    def __init__(self, exchange, mask):
-        self.leader, self.follower = LeadingWarp(exchange, mask), FollowingWarp(exchange, mask)
+    place: as GatheringWarp
+    """
+
+    leading, following = LeadingWarp, FollowingWarp
+
+    def __init__(self, exchange: TileExchange, mask: AttentionMask, place: tuple[int, int]):
+        self.first_warp = place[0]
+        self.leader = self.leading(exchange, mask, place)
+        self.follower = self.following(exchange, mask, place)
 
     @cute.jit
-    def run(self, p: ForwardParams, smem: SharedTensors, pipes: Pipes):
+    def run(self, p, smem, pipes):
         """All tiles of the CTA."""
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == self.first_warp:
             self.leader.run(p, smem, pipes)
         else:
             self.follower.run(p, smem, pipes)
