@@ -16,7 +16,7 @@ CPU = pytest.param("cpu", marks=pytest.mark.cpu)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 # Compute capabilities (major) with a kernel in the package.
-KERNEL_MAJORS = (8, 9, 12)
+KERNEL_MAJORS = (8, 9, 10, 12)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

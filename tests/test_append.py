@@ -413,7 +413,9 @@ def test_support_is_that_of_both_kernels(declared: None):
         assert selection.is_supported(problem(**change), h200)
     answer = selection.is_supported(problem(has_qv=True), h200)
     assert "FlashAttentionMlaSm90 lacks head_dim " in answer.reason
-    assert not selection.is_supported(problem(), Target.from_arch("sm_100a"))
+    b200 = Target.from_arch("sm_100a")
+    assert selection.is_supported(problem(), b200)
+    assert not selection.is_supported(problem(has_qv=True), b200)
 
 
 def test_support_page_names_the_second_kernel(declared: None, monkeypatch: pytest.MonkeyPatch):

@@ -138,16 +138,14 @@ def test_refusal_of_a_wider_v():
 
 
 @pytest.mark.parametrize("arch", KNOWN_ARCHS)
-def test_each_arch_has_its_kernel_or_is_refused_by_name(arch):
+def test_each_arch_has_its_kernel(arch):
     target = Target.from_arch(arch)
     sm80, sm90 = "FlashAttentionForwardSm80", "FlashAttentionForwardSm90"
-    expected = {8: sm80, 9: sm90, 12: sm80}.get(target.capability[0], "")
+    sm100 = "FlashAttentionForwardSm100"
+    expected = {8: sm80, 9: sm90, 10: sm100, 12: sm80}[target.capability[0]]
     for changes in ({}, dict(causal=True, page_size=16, num_splits=3), dict(has_block_mask=True)):
         answer = selection.is_supported(problem(**changes), target)
-        assert answer.backend == expected and bool(answer) == bool(expected)
-        for kernel, archs in ((sm90, "sm_90a"), (sm80, "sm_80, sm_86, sm_87, sm_89, ")):
-            assert answer or f"{kernel} lacks runs on {archs}" in answer.reason
-            assert answer or f", not on {arch}" in answer.reason
+        assert answer and answer.backend == expected
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
@@ -172,7 +170,7 @@ def test_a_kernel_that_is_preferred_comes_first_where_it_runs(monkeypatch):
     assert key().kernel == "FlashAttentionForwardSm80"
     qv = dict(head_dim=64, head_dim_v=512, has_qv=True)
     assert key(**qv).kernel == "FlashAttentionMlaSm90"
-    reason = selection.is_supported(problem(), Target.from_arch("sm_100a")).reason
+    reason = selection.is_supported(problem(head_dim=264, head_dim_v=264), H200).reason
     assert reason.count("FlashAttentionForwardSm80") == 1
 
 

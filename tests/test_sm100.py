@@ -199,15 +199,11 @@ def problem(**changes) -> AttentionProblem:
     return AttentionProblem(**fields)
 
 
-def test_it_is_not_chosen_before_its_tests_have_passed():
-    assert selection.SM100 in selection.ALL_KERNELS
-    assert selection.SM100 not in selection.KERNELS
-    with pytest.raises(UnsupportedProblem, match="not on sm_100a"):
-        selection.key_for(problem(), B200)
-
-
-def test_it_would_be_chosen_for_blackwell(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(selection, "KERNELS", (*selection.KERNELS, selection.SM100))
+def test_it_is_chosen_for_blackwell_alone():
+    fwd = pytest.importorskip("flash_cute.sm100.fwd")
+    hopper = Target.from_arch("sm_90a")
+    with pytest.raises(UnsupportedProblem, match="not on sm_90a"):
+        selection.key_for(problem(), hopper, kernel=fwd.FlashAttentionForwardSm100)
     for arch in ("sm_100a", "sm_103a"):
         key = selection.key_for(problem(), Target.from_arch(arch))
         assert key.kernel == "FlashAttentionForwardSm100"
