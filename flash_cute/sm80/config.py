@@ -181,11 +181,17 @@ def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
     is_busy = spec.modifies_scores or spec.mask_mod is not None or spec.has_block_mask
     is_narrow = spec.has_window_left or spec.has_window_right or spec.has_chunk
     is_plain = not (is_busy or is_narrow or spec.gathers_keys)
+    is_padded = not (spec.is_packed_q or spec.is_packed_k)  # else registers are short
     first: list[ForwardConfigSm80] = []
     if spec.tile_dv == 256 and not is_busy:
         first = [ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True)]
-    elif spec.tile_d == 64 and is_plain and not (spec.is_packed_q or spec.is_packed_k):
-        first = [ForwardConfigSm80(128, 96, ctas_per_sm=2, keeps_q=True)]
+        if is_plain and spec.is_causal:
+            first.insert(0, ForwardConfigSm80(64, 64, ctas_per_sm=2, shares_rows=True))
+        elif is_plain and is_padded:
+            first.insert(0, ForwardConfigSm80(128, 128, num_warps=8, shares_rows=True))
+    elif spec.tile_d == 64 and is_plain and is_padded:
+        tile_n = 96 if spec.is_causal else 64
+        first = [ForwardConfigSm80(128, tile_n, ctas_per_sm=2, keeps_q=True)]
     elif spec.tile_d == spec.tile_dv == 128 and is_plain and spec.is_causal:
         first = [ForwardConfigSm80(128, 64, num_stages=2, ctas_per_sm=2)]
     tile_ns = (64, 32)
