@@ -138,9 +138,14 @@ class FlashAttentionForwardSm90(AttentionKernelSm90):
 
     @cute.jit
     def visible_blocks(self, p: ForwardParams, c: Consumer, work: Work) -> Work:
-        """The same work, with only those blocks that the warpgroup's own rows see any key of."""
+        """The same work, with only those blocks that the warpgroup's own rows see any key of.
+
+        A warpgroup whose rows are all past the queries takes the blocks of the last query: the
+        bounds of rows that are not there contradict each other.
+        """
         if const_expr(p.packing.heads == 1 and not self.spec.is_split):
             first_row = work.tile.m_block * self.config.tile_m + c.warpgroup * ROWS_PER_WARPGROUP
+            first_row = cutlass.min(first_row, work.seqlen.seqlen_q - 1)
             blocks = self.mask.block_range(
                 first_row, ROWS_PER_WARPGROUP, work.seqlen, p.bounds, work.blocks
             )
