@@ -356,6 +356,26 @@ def test_windows_that_spell_causal(device: str, case: Case, window: tuple[int | 
     checks.assert_same_bits("out", attend(q, k, v, causal=True, window_size=(-1, 5)), expected)
 
 
+@on_devices(
+    cpu=[Case(**FEW, seqlen_q=33, seqlen_k=65, head_dim=32)],
+    cuda=[
+        Case(**FEW, seqlen_q=rows, seqlen_k=rows + more, **dims(pair))
+        for rows, more in ((129, 0), (193, 300), (640, 0), (1, 700))
+        for pair in (64, 128, (192, 128))
+    ],
+)
+@pytest.mark.parametrize(
+    "mask",
+    [{"window_size": (128, 0)}, {"window_size": (127, 30)}, {"attention_chunk": 96}],
+    ids=str,
+)
+def test_windows_whose_last_tile_has_few_rows(device: str, case: Case, mask: dict[str, Any]):
+    """Warpgroups without a row of their own pass over the blocks that the others see."""
+    q, k, v = checks.gaussian(case, device)
+    got = attend(q, k, v, return_lse=True, **mask)
+    checks.assert_attention(got, *checks.oracle(q, k, v, **mask))
+
+
 # ---- Repeats and scale ---------------------------------------------------------------------------
 
 

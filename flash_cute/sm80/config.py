@@ -187,7 +187,7 @@ def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
         first = [ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True)]
         if is_plain and spec.is_causal:
             first.insert(0, ForwardConfigSm80(64, 64, ctas_per_sm=2, shares_rows=True))
-        elif is_plain and is_padded:
+        elif is_plain and is_padded and not spec.has_lse:
             first.insert(0, ForwardConfigSm80(128, 128, num_warps=8, shares_rows=True))
     elif spec.tile_d == 64 and is_plain and is_padded:
         tile_n = 96 if spec.is_causal else 64
