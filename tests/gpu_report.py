@@ -43,8 +43,8 @@ def source_fingerprint(package: Path = ROOT / "flash_cute") -> str:
 
 
 def is_whole_run(config: pytest.Config) -> bool:
-    """Whether the command line asks for every test, or for every GPU test (-m gpu)."""
-    if (getattr(config.option, "markexpr", "") or "gpu") != "gpu":
+    """Whether the command line asks for every test, or every GPU test, extra ones or not."""
+    if (getattr(config.option, "markexpr", "") or "gpu") not in ("gpu", "gpu and not extra"):
         return False
     if any(getattr(config.option, name, None) for name in SELECTIONS):
         return False

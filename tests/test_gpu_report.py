@@ -109,6 +109,7 @@ def test_report_is_not_written_for_a_selection(tmp_path: Path, settings: Any):
         config(str(gpu_report.ROOT)),
         config(keyword="", markexpr="", deselect=None, lf=False),
         config(markexpr="gpu"),
+        config(markexpr="gpu and not extra"),
     ],
 )
 def test_report_is_written_for_a_whole_run(tmp_path: Path, settings: Any):

@@ -170,12 +170,11 @@ def test_tiles_of_smaller_shared_memory(gpu: None, dims: tuple[int, int], kib: i
     ],
     ids=str,
 )
-@pytest.mark.parametrize("keys", [1, 47, 128, 700])
-def test_any_stages_warps_and_tiles(gpu: None, dims, config: ForwardConfigSm80, keys: int):
+def test_any_stages_warps_and_tiles(gpu: None, dims, config: ForwardConfigSm80):
     limit = min(227, torch.cuda.get_device_properties(0).shared_memory_per_block_optin // 1024)
     config = replace(config, smem_limit=limit * 1024)
     kernel = with_config(lambda spec, _: config)
-    for causal in (False, True):
+    for keys, causal in itertools.product((1, 47, 128, 700), (False, True)):
         check(kernel, dims, 290, keys, causal=causal)
 
 
@@ -204,15 +203,18 @@ def test_warps_that_share_rows_do_all_the_rest(gpu: None, options: dict[str, Any
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (10, 2), (6, 1), (40, 2)], ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 17, 33, 100])
-def test_warps_without_queries_only_copy(gpu: None, heads: tuple[int, int], rows: int):
+def test_warps_without_queries_only_copy(gpu: None, heads: tuple[int, int]):
     """Rows of a query's heads lie side by side, and whole warps may have none."""
     configs = (
         ForwardConfigSm80(64, 64, num_stages=2, skips_warps=True),
         ForwardConfigSm80(128, 32, num_stages=3, skips_warps=True),
     )
-    for config, keys, causal in itertools.product(configs, (31, 300), (False, True)):
-        kernel = with_config(lambda spec, _, config=config: replace(config, smem_limit=99 * 1024))
+    kernels = [
+        with_config(lambda spec, _, config=config: replace(config, smem_limit=99 * 1024))
+        for config in configs
+    ]
+    sizes = itertools.product((1, 4, 17, 33, 100), (31, 300), (False, True))
+    for kernel, (rows, keys, causal) in itertools.product(kernels, sizes):
         operands = checks.HOSTILE["edges"](checks.Case(2, *heads, rows, keys, 64, 64), "cuda")
         got = flash_attn_func(
             *operands, kernel=kernel, return_lse=True, causal=causal, pack_gqa=heads[0] > heads[1]

@@ -174,10 +174,10 @@ def test_sm100_features(hopper: Worker, name: str):
 
 
 def pairs_cases() -> Iterator[Any]:
-    """The covering set of the package: few cases hold every value, the others are slow together."""
+    """The covering set of the package: few cases hold every value, the others are extra."""
     few = each_value_once(test_variants.CASES)
     for number, case in enumerate(test_variants.CASES):
-        marks = () if number in few else pytest.mark.slow
+        marks = () if number in few else pytest.mark.extra
         yield pytest.param(case, id=test_variants.label(case), marks=marks)
 
 
