@@ -29,6 +29,22 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+def plain(function: Any) -> Any:
+    """A copy of what was decorated: the DSL rewrites the function itself when it traces it."""
+    inner = function.__wrapped__
+    return types.FunctionType(
+        inner.__code__, inner.__globals__, inner.__name__, inner.__defaults__, inner.__closure__
+    )
+
+
+# Made on import, before any test traces.
+PLAIN = {
+    name: plain(getattr(AttentionMask, name)) for name in ("block_range", "end_of", "begin_of")
+}
+FLOOR_TO = plain(device_mask.floor_to)
+VISIBLE_BLOCKS = plain(fwd.FlashAttentionForwardSm90.visible_blocks)
+
+
 @pytest.fixture
 def on_integers(monkeypatch: pytest.MonkeyPatch):
     """Run what is traced in a kernel as plain Python."""
@@ -36,9 +52,10 @@ def on_integers(monkeypatch: pytest.MonkeyPatch):
     for module in (device_mask, fwd):
         monkeypatch.setattr(module, "cutlass", fake)
         monkeypatch.setattr(module, "const_expr", lambda value: value)
-    monkeypatch.setattr(device_mask, "floor_to", device_mask.floor_to.__wrapped__)
-    for name in ("block_range", "end_of", "begin_of"):
-        monkeypatch.setattr(AttentionMask, name, getattr(AttentionMask, name).__wrapped__)
+    monkeypatch.setattr(device_mask, "Int32", int)
+    monkeypatch.setattr(device_mask, "floor_to", FLOOR_TO)
+    for name, function in PLAIN.items():
+        monkeypatch.setattr(AttentionMask, name, function)
 
 
 def mask_of(given: dict[str, Any], tile_n: int) -> tuple[AttentionMask, MaskBounds]:
@@ -88,7 +105,6 @@ def test_blocks_of_tiles_and_warpgroups(on_integers: None, tile_m: int, tile_n: 
         spec=types.SimpleNamespace(is_split=False),
     )
     p = types.SimpleNamespace(bounds=bounds, packing=types.SimpleNamespace(heads=1))
-    narrow = fwd.FlashAttentionForwardSm90.visible_blocks.__wrapped__
     for seqlen_q in SIZES:
         for seqlen_k in {seqlen_q, seqlen_q + 37, seqlen_q + 500, max(1, seqlen_q - 60)}:
             seqlen = SeqlenInfo(seqlen_q, seqlen_k, 0, 0)
@@ -101,7 +117,9 @@ def test_blocks_of_tiles_and_warpgroups(on_integers: None, tile_m: int, tile_n: 
                 tile = types.SimpleNamespace(m_block=m_block)
                 work = Work(tile, seqlen, outer, 0, 0, False)
                 for warpgroup in range(tile_m // 64):
-                    own = narrow(kernel, p, types.SimpleNamespace(warpgroup=warpgroup), work).blocks
+                    own = VISIBLE_BLOCKS(
+                        kernel, p, types.SimpleNamespace(warpgroup=warpgroup), work
+                    ).blocks
                     found = visited(mask, own)
                     assert outer.begin <= own.begin and own.end <= outer.end
                     assert sorted(found) == list(range(own.begin, own.end)), (seqlen, own)
