@@ -1,5 +1,6 @@
 """Operands that TMA loads: swizzled rings of tiles in shared memory, and boxes that fill them."""
 
+import typing
 from dataclasses import dataclass
 
 import cutlass.cute as cute
@@ -7,6 +8,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
+from flash_cute.arguments import ForwardArguments
 from flash_cute.device.params import LaunchDescription
 
 
@@ -22,6 +24,28 @@ class TmaOperand:
 
 class TmaDescription(LaunchDescription):
     """A LaunchDescription whose operands come by TMA."""
+
+    def loaded(self, args: ForwardArguments, rows_q: int) -> dict[str, typing.Any]:
+        """The operands and what is `common`, by their names in the parameters of a kernel.
+
+        rows_q: of the tile of queries in shared memory
+        """
+        spec, config = self.spec, self.config
+        tile_n, stages = config.tile_n, config.num_stages
+        mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
+        mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
+        mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
+        packing, positions = self.head_packing(args), config.positions(spec)
+        box_rows = tile_n if spec.gathers_keys else spec.page_rows or tile_n
+        return {
+            "q": self.tma_operand(mQ, (rows_q, spec.tile_d, 1), positions),
+            "k": self.tma_operand(mK, (tile_n, spec.tile_d, stages), box_rows),
+            "v": self.tma_operand(mV, (tile_n, spec.tile_dv, stages), box_rows),
+            "mK": mK if spec.gathers_keys else None,
+            "mV": mV if spec.gathers_keys else None,
+            "packing": packing,
+            **self.common(args, packing.packs, positions),
+        }
 
     def smem_layout(self, ring) -> cute.ComposedLayout:
         """The swizzled layout of a ring of (rows, dim, stages) tiles."""

@@ -53,24 +53,15 @@ class LaunchDescriptionSm90(TmaDescription):
 
         more: the launch arguments of what callbacks captured, then those of the block lists
         """
-        spec, config = self.spec, self.config
-        tile_n, stages = config.tile_n, config.num_stages
-        mQ = self.view(args, "q", args.rows_q, args.num_heads_q, args.head_dim)
-        mK = self.view(args, "k", args.rows_k, args.num_heads_kv, args.head_dim)
-        mV = self.view(args, "v", args.rows_k, args.num_heads_kv, args.head_dim_v)
         captured, more = self.captured(more)
-        packing, positions = self.head_packing(args), config.positions(spec)
-        page_rows = tile_n if spec.gathers_keys else spec.page_rows or tile_n
         return ForwardParams(
-            q=self.tma_operand(mQ, (config.tile_m, spec.tile_d, 1), positions),
-            k=self.tma_operand(mK, (tile_n, spec.tile_d, stages), page_rows),
-            v=self.tma_operand(mV, (tile_n, spec.tile_dv, stages), page_rows),
-            mK=mK if spec.gathers_keys else None,
-            mV=mV if spec.gathers_keys else None,
-            mma_qk=self.tiled_mma(config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K),
-            mma_pv=self.tiled_mma(spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN),
-            packing=packing,
-            **self.common(args, packing.packs, positions),
+            **self.loaded(args, self.config.tile_m),
+            mma_qk=self.tiled_mma(
+                self.config.tile_n, warpgroup.OperandSource.SMEM, OperandMajorMode.K
+            ),
+            mma_pv=self.tiled_mma(
+                self.spec.tile_dv, warpgroup.OperandSource.RMEM, OperandMajorMode.MN
+            ),
             captured=captured,
             blocks=self.block_lists(args, more),
         )
