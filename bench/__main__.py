@@ -99,7 +99,7 @@ def compile_options(arguments: argparse.Namespace) -> compile.Options:
 
 def variants_options(arguments: argparse.Namespace) -> variants.Options:
     """The options of `bench variants`. Raises: ValueError for a group that means nothing."""
-    plan = with_rounds(timing.Plan(), arguments.rounds)
+    plan = with_rounds(variants.PLAN, arguments.rounds)
     chosen = variants.choose(arguments.only)
     return variants.Options(plan, arguments.out, arguments.seed, chosen)
 

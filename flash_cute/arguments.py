@@ -14,7 +14,7 @@ Int64 = Annotated[int, "int64"]
 Float32 = Annotated[float, "float32"]
 Stream = Annotated[int, "stream"]
 
-NUM_ADDRESSES = 16  # they come first
+NUM_ADDRESSES = 18  # they come first
 
 
 class ForwardArguments(NamedTuple):
@@ -23,8 +23,10 @@ class ForwardArguments(NamedTuple):
     Shapes: q, k, v, out: (batch, seqlen, heads, dim), packed (total, heads, dim); last stride 1,
             addresses and the other strides multiples of 16 bytes; rows_q, rows_k: seqlen or total
             lse: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), f32
-            with keys split out and lse are (num_splits, …) of what they are else, both f32
             tile_counter: one int32, zero between launches; 0 where every CTA has one tile
+            partials: with keys split, (num_splits, …) of what out is, contiguous, then of what lse
+            is, both f32; lse may be 0 then. arrivals: int32, zero between launches, one for each
+            warp of a tile; 0 where another kernel merges
             cu_seqlens: (batch + 1,), seqused: (batch,) int32; sink: (num_heads_q,)
             page_table: (batch, max_pages) int32; k, v: (num_pages, page_size, heads, dim) then,
             rows_k is the page size, and the strides of a batch are those of a page
@@ -46,6 +48,8 @@ class ForwardArguments(NamedTuple):
     out: Address
     lse: Address
     tile_counter: Address
+    partials: Address
+    arrivals: Address
     cu_seqlens_q: Address
     cu_seqlens_k: Address
     seqused_q: Address

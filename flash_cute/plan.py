@@ -36,48 +36,46 @@ MOST_CTAS = 2**16  # of a launch
 LARGEST_BOUND = 2**30  # window bounds and chunks beyond it are cut: no sequence is as long
 
 
-class TileCounters:
-    """Zeroed int32 counters in the memory of one device, for the kernels' tile schedulers.
+class Counters:
+    """Zeroed int32 counters in the memory of one device, for kernels to take tiles and to meet.
 
-    A kernel leaves its counter at zero, so launches that follow one another share one; launches
-    that may overlap must not. Eager launches have one counter per stream; every captured launch has
-    one of its own, since graphs may be replayed beside anything.
+    A kernel leaves its counters at zero, so launches that follow one another share them; launches
+    that may overlap must not. Launches on one stream follow one another, and so do those captured
+    on one stream into one graph, which has its own, as graphs may be replayed beside anything.
     """
 
-    SLOTS = 4096
+    SLOTS = 2**18
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: torch.Tensor | None = None
         self._used = 0
-        self._by_stream: dict[int, int] = {}
+        self._by_stream: dict[tuple[int, int], tuple[int, int]] = {}
         self._zeroed_by_launch: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def of_stream(self, stream: int) -> int:
-        """Return the address of the counter of eager launches on a stream."""
-        address = self._by_stream.get(stream)
-        if address is None:
+    def of(self, stream: int, count: int) -> int:
+        """Return the address of at least `count` counters for the next launch on a stream."""
+        capture = current.capture_id(stream) if current.is_capturing() else 0
+        address, size = self._by_stream.get((stream, capture), (0, 0))
+        if size < count:
             with self._lock:
-                if self._slots is None:
+                if self._slots is None and not capture:
                     self._slots = torch.zeros(self.SLOTS, dtype=torch.int32, device=self._device)
                     # Zero before any other stream may read them.
                     torch.cuda.current_stream(self._device).synchronize()
-                address = self._by_stream.setdefault(stream, self._take())
+                address = self._take(count)
+                self._by_stream[stream, capture] = (address, count)
         return address
 
-    def of_capture(self) -> int:
-        """Return the address of a counter for one captured launch."""
-        with self._lock:
-            return self._take()
-
-    def _take(self) -> int:
-        if self._slots is None or self._used == self.SLOTS:
+    def _take(self, count: int) -> int:
+        if self._slots is None or self._used + count > self.SLOTS:
             # Zeroed on the stream itself, which inside a capture is one more node of the graph.
-            self._zeroed_by_launch.append(torch.zeros(1, dtype=torch.int32, device=self._device))
-            return self._zeroed_by_launch[-1].data_ptr()
-        self._used += 1
-        return self._slots.data_ptr() + 4 * (self._used - 1)
+            zeros = torch.zeros(count, dtype=torch.int32, device=self._device)
+            self._zeroed_by_launch.append(zeros)
+            return zeros.data_ptr()
+        self._used += count
+        return self._slots.data_ptr() + 4 * (self._used - count)
 
     def is_clean(self) -> bool:
         """Whether all shared counters are zero; waits for the device (for tests)."""
@@ -89,7 +87,7 @@ class LaunchPlan:
     """What a call with these shapes, strides and options does; the addresses are all that varies.
 
     Shapes: arguments: those of ForwardArguments between the addresses and the stream
-            counters: None where every CTA has one tile and none is counted
+            counters: None where every CTA has one tile and none merges
     Contract: run on tensors of exactly the layout it was made for, with aligned addresses, while
               their device is the current one.
     """
@@ -102,7 +100,7 @@ class LaunchPlan:
     lse_strides: tuple[int, ...]
     dtype: torch.dtype
     device_index: int
-    counters: TileCounters | None
+    counters: Counters | None
     tile: tuple[int, int]
     merge: Merge | None = None
     planner: Planner | None = None
@@ -126,11 +124,11 @@ class LaunchPlan:
             split_counts: those of a plan that the caller made, instead of the planner's.
         """
         stream = current.raw_stream(self.device_index)
-        counter, counters = 0, self.counters
-        if counters is not None:
-            counter = (
-                counters.of_capture() if current.is_capturing() else counters.of_stream(stream)
-            )
+        merge = self.merge
+        num_arrivals = 0 if merge is None else merge.num_arrivals
+        counter = 0
+        if self.counters is not None:
+            counter = self.counters.of(stream, 1 + num_arrivals)
         if out is None:
             out = current.empty(self.out_shape, self.out_strides, self.dtype)
         lse, lse_address = None, 0
@@ -138,22 +136,21 @@ class LaunchPlan:
             lse = current.empty(self.lse_shape, self.lse_strides, torch.float32)
             lse_address = lse.data_ptr()
         results = (out.data_ptr(), lse_address)
-        merge = self.merge
-        if merge is None:
-            self.executable(*qkv, *results, counter, *extras, 0, *self.arguments, stream, *captured)
-            return out if lse is None else (out, lse)
         counts = 0
         if self.planner is not None:
             if split_counts is None:
                 split_counts = self.planner.counts(lengths, self.device_index, stream)
             counts = split_counts.data_ptr()
-        workspace = current.empty(merge.workspace_shape, (1,), torch.float32)
-        address = workspace.data_ptr()
-        partials = (address, address + merge.lse_offset)
-        extras += (counts,)
-        self.executable(*qkv, *partials, counter, *extras, *self.arguments, stream, *captured)
-        cu_seqlens_q, _, seqused_q = extras[:3]
-        merge.run(partials, results, (cu_seqlens_q, seqused_q, counts), stream)
+        workspace, held = 0, None
+        if merge is not None:
+            held = current.empty(merge.workspace_shape, (1,), torch.float32)
+            workspace = held.data_ptr()
+        arrivals = counter + 4 if num_arrivals else 0
+        addresses = (*qkv, *results, counter, workspace, arrivals, *extras, counts)
+        self.executable(*addresses, *self.arguments, stream, *captured)
+        if merge is not None:
+            cu_seqlens_q, _, seqused_q = extras[:3]
+            merge.run(workspace, results, (cu_seqlens_q, seqused_q, counts), stream)
         return out if lse is None else (out, lse)
 
 
@@ -191,10 +188,10 @@ def make_plan(
     num_ctas, is_counted = _grid(kernel_key, target, num_tiles, is_uneven)
     out_strides = contiguous_strides(out_shape)
     given_strides = out_strides if out is None else out.stride()
-    written, merge = (out_shape, given_strides), None
+    merge = None
     if merger is not None:
-        merge = make_merge(p, inputs, splits.most, given_strides, merger)
-        written = (merge.parts_as_batches, contiguous_strides(merge.parts_as_batches))
+        merge = make_merge(p, inputs, kernel_key, target, splits, given_strides, merger)
+    has_counters = is_counted or (merge is not None and merge.num_arrivals > 0)
     arguments = ForwardArguments(
         **dict.fromkeys(ForwardArguments._fields[:NUM_ADDRESSES], 0),
         **_sizes(problem, inputs),
@@ -202,7 +199,7 @@ def make_plan(
         **_strides("qv", qv.shape, qv.stride()),
         **_strides("k", k.shape, k.stride()),
         **_strides("v", inputs.v.shape, inputs.v.stride()),
-        **_strides("out", *written),
+        **_strides("out", out_shape, given_strides),
         **_numbers(problem),
         num_splits=splits.most,
         split_blocks=splits.blocks,
@@ -219,7 +216,7 @@ def make_plan(
         lse_strides=() if lse_shape is None else contiguous_strides(lse_shape),
         dtype=p.dtype,
         device_index=q.get_device(),
-        counters=tile_counters(q.get_device()) if is_counted else None,
+        counters=counters_of(q.get_device()) if has_counters else None,
         tile=(positions, tile_n),
         merge=merge,
         planner=planner,
@@ -351,6 +348,6 @@ def is_readable(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
-def tile_counters(device_index: int) -> TileCounters:
+def counters_of(device_index: int) -> Counters:
     """Return the counters of a device."""
-    return TileCounters(torch.device("cuda", device_index))
+    return Counters(torch.device("cuda", device_index))

@@ -7,7 +7,7 @@ Plain values only, so that a specialization can be a cache key and be read witho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from flash_cute.variant import CallbackKey
@@ -22,8 +22,8 @@ class TileFacts:
 
     Units: seqlen_k: keys, LONG_SEQLEN where their number is but a hint; few_rows: rows that the
            queries of the heads of one key/value head take, None where the shape of a tile for
-           decoding is out of the question; block_size: (queries, keys) of a block mask's blocks;
-           smem_bytes: shared memory that a CTA may have
+           decoding is out of the question, and with it split keys; block_size: (queries, keys) of
+           a block mask's blocks; smem_bytes: shared memory that a CTA may have
     """
 
     seqlen_k: int
@@ -134,6 +134,7 @@ class TileOfHeads:
 
     tile_m: int
     tile_n: int
+    merges_parts: ClassVar[bool] = False  # the kernel can, of split keys: `splitting.merges_inside`
 
     def positions(self, spec: ForwardSpecialization) -> int:
         """Queries of each head in a tile; all rows where heads are not packed.

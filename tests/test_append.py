@@ -133,7 +133,7 @@ def test_launch_arguments_of_packed_rows_without_rotary(toy: toy_gpu.Launches):
     a = on_toy(call_of(packed))
     for _ in range(2):
         flash_attn_with_kvcache(**a, num_splits=2)
-        first, then, _ = named(toy)[-3:]
+        first, then = named(toy)[-2:]
         assert first.cu_seqlens_q == a["cu_seqlens_q"].data_ptr()
         assert first.cu_seqlens_k_new == a["cu_seqlens_k_new"].data_ptr()
         assert (first.rows_q, first.rows_new, first.batch) == (9, 6, 2)
@@ -142,9 +142,9 @@ def test_launch_arguments_of_packed_rows_without_rotary(toy: toy_gpu.Launches):
         assert first.capacity == first.page_size == a["k_cache"].shape[1]
         assert first.num_pages == first.num_cache_rows == 2 and first.page_table == 0
         assert then.q == a["q"].data_ptr() and then.seqused_k == first.lengths
-    kinds = [AppendKey, KernelKey, CombineKey]
-    assert [type(key) for key in toy.launched] == kinds * 2
-    assert sorted(map(repr, toy.looked_up)) == sorted(map(repr, toy.launched[:3]))
+    assert [type(key) for key in toy.launched] == [AppendKey, KernelKey] * 2
+    # Few rows are merged by attention itself; the kernel for more of them is ready all the same.
+    assert {type(key) for key in toy.looked_up} == {AppendKey, KernelKey, CombineKey}
 
 
 def test_one_integer_is_a_launch_argument(toy: toy_gpu.Launches, monkeypatch: pytest.MonkeyPatch):

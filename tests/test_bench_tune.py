@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_gpu
 
 from bench import __main__ as command
 from bench import shapes, tune
@@ -55,13 +56,9 @@ def test_a_choice_reaches_the_kernel_and_the_launch(monkeypatch: pytest.MonkeyPa
         keys.append(key)
         return lambda *arguments: launches.append(arguments)
 
-    class Counters:
-        def of_stream(self, stream: int) -> int:
-            return 64
-
     monkeypatch.setattr(compile, "executable", executable)
     monkeypatch.setattr(selection, "current_target", lambda device: Target.from_arch(ARCH))
-    monkeypatch.setattr(plan, "tile_counters", lambda index: Counters())
+    monkeypatch.setattr(plan, "counters_of", lambda index: toy_gpu.ToyCounters())
     monkeypatch.setattr(current, "raw_stream", lambda index: 0)
     monkeypatch.setattr(current, "is_capturing", lambda: False)
     monkeypatch.setattr(

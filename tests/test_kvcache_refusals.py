@@ -21,7 +21,9 @@ from flash_cute import (
     UnsupportedProblem,
     current,
     flash_attn_with_kvcache,
+    launch,
     selection,
+    splitting,
 )
 from flash_cute.selection import APPEND, SM90
 
@@ -581,12 +583,17 @@ def test_one_length_is_checked_on_a_gpu_too(fake_hopper: None):
 
 
 def test_splits_are_launched_and_merged(monkeypatch: pytest.MonkeyPatch):
+    """Few rows by the last tile of each, many by a kernel of their own."""
     launches = toy_gpu.install(monkeypatch)
     for _ in range(2):
         flash_attn_with_kvcache(**on_toy(call_of("plain")), num_splits=2)
-    first, merge = launches.launched[:2]
+    assert [key.spec.is_split for key in launches.launched] == [True, True]
+    assert launches.named.arrivals > 0 and launches.named.partials > 0
+    monkeypatch.setattr(splitting, "ROWS_OF_LAST_TILE", 0)
+    monkeypatch.setattr(launch, "_plans", {})
+    flash_attn_with_kvcache(**on_toy(call_of("plain")), num_splits=2)
+    first, merge = launches.launched[2:]
     assert first.spec.is_split and merge.out_dtype == first.spec.dtype
-    assert len(launches.launched) == 4
 
 
 def test_pages_reach_a_kernel_that_declares_them(monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from flash_cute import (
     launch,
     warmup,
 )
-from flash_cute.plan import TileCounters, contiguous_strides, is_readable, tile_counters
+from flash_cute.plan import Counters, contiguous_strides, counters_of, is_readable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -220,15 +220,22 @@ def test_threads_share_kernels_and_agree():
 
 
 def test_counters_are_zero_again_and_never_shared_by_captures(hopper: None):
-    counters = TileCounters(torch.device("cuda", torch.cuda.current_device()))
+    counters = Counters(torch.device("cuda", torch.cuda.current_device()))
     stream = torch.cuda.current_stream().cuda_stream
-    assert counters.of_stream(stream) == counters.of_stream(stream)
-    taken = [counters.of_capture() for _ in range(100)]
-    assert len({*taken, counters.of_stream(stream)}) == 101
+    assert counters.of(stream, 1) == counters.of(stream, 1)
+    larger = counters.of(stream, 100)
+    assert larger == counters.of(stream, 7) == counters.of(stream, 100)
+    taken = set()
+    for _ in range(3):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            capturing = torch.cuda.current_stream().cuda_stream
+            taken.add(counters.of(capturing, 100))
+            assert counters.of(capturing, 100) in taken
+    assert len({*taken, larger}) == 4
     q, k, v = operands(batch=4, seqlen=3000)
     flash_attn_func(q, k, v, causal=True)
     torch.cuda.synchronize()
-    assert tile_counters(q.get_device()).is_clean()
+    assert counters_of(q.get_device()).is_clean()
 
 
 def test_contiguous_strides():

@@ -90,8 +90,8 @@ def test_a_plan_of_the_callers_is_taken(launches: toy_gpu.Launches):
     assert planned(launches) == 1 and plan.split_counts.shape == (3,)
     for _ in range(2):
         flash_attn_with_kvcache(**call, scheduler_metadata=plan)
-        attention = launches.launched[-2]
-        assert attention.spec.has_split_counts
+        attention, merge = launches.launched[-2:]
+        assert attention.spec.has_split_counts and merge.has_split_counts
     assert planned(launches) == 1
 
 

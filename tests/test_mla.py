@@ -130,7 +130,7 @@ def test_a_config_that_cannot_be_says_why():
     assert not MlaConfigSm90().check(spec)
     assert "tile_n is 48" in MlaConfigSm90(48).check(spec)[0]
     assert "shared memory is" in MlaConfigSm90(num_stages=3).check(spec)[0]
-    assert "registers are" in MlaConfigSm90(regs_mma=240).check(spec)[0]
+    assert "registers of" in MlaConfigSm90(regs_mma=240).check(spec)[0]
     assert "at least 2" in MlaConfigSm90(num_stages=1).check(spec)[0]
     wide = dataclasses.replace(spec, tile_d=128)
     assert "tiled head dims are (128, 512)" in MlaConfigSm90().check(wide)[0]

@@ -11,8 +11,12 @@ from flash_cute import (
     compile,
     flash_attn_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    launch,
+    plan,
     selection,
     splits,
+    splitting,
 )
 from flash_cute.problem import AttentionProblem, Lengths
 from flash_cute.target import Target
@@ -86,6 +90,27 @@ def test_workspace_can_be_asked_for():
     answer = selection.is_supported(AttentionProblem(**sizes, **dims, num_splits=5), H200)
     assert answer.workspace_bytes == 5 * 8 * (128 + 1) * 4
     assert selection.is_supported(AttentionProblem(**sizes, **dims), H200).workspace_bytes == 0
+
+
+def arrivals_of(num_splits: int = 0, **changes) -> int:
+    sizes = dict(batch=1, seqlen_q=1, seqlen_k=65536, num_heads_q=8, num_heads_kv=2, device="cuda")
+    dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, num_splits=num_splits)
+    problem = AttentionProblem(**(sizes | dims | changes))
+    key = selection.key_for(problem, H200)
+    chosen = splits.choose(problem, key.spec, key.config, H200)
+    return splitting.num_arrivals(problem, key, H200, chosen, problem.seqlen_q)
+
+
+def test_few_rows_are_merged_by_the_last_tile():
+    assert arrivals_of(8) == 2 * 8  # a counter for each warp of each tile
+    assert arrivals_of(batch=20, has_seqused_k=True) == 20 * 2 * 8
+    packed = dict(is_packed_q=True, seqlen_q=20, mean_q=1, batch=20, has_seqused_k=True)
+    assert arrivals_of(**packed) == 20 * 2 * 8
+    assert arrivals_of(8, seqlen_q=16) == 0  # many rows
+    assert arrivals_of(9) == arrivals_of() == 0  # many parts
+    assert arrivals_of(split_size=4096) == 0  # bits would depend on the batch
+    assert arrivals_of(1) == 0
+    assert arrivals_of(num_heads_q=2, seqlen_q=2000, num_splits=3) == 0
 
 
 def test_lists_of_blocks_are_not_split():
@@ -184,3 +209,56 @@ def test_graphs_replay_split_keys(gpu: None):
         out = flash_attn_func(q, k, v, num_splits=7)
     graph.replay()
     checks.assert_same_bits("out", out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)])
+@pytest.mark.parametrize("num_splits", [0, 3, 8])
+def test_the_last_tile_merges_as_the_kernel_does(
+    hopper: None, dims, num_splits: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The same bits, again and again, and counters at zero; also where some parts are empty."""
+    batch, heads, kv_heads = 3, 8, 2
+    d, dv = dims
+    q, k, v = checks.gaussian(checks.Case(batch, heads, kv_heads, 1, 3000, d, dv), "cuda")
+    used = torch.tensor([3000, 0, 70], dtype=torch.int32, device="cuda")
+    call = dict(cache_seqlens=used, num_splits=num_splits, return_softmax_lse=True)
+    alone = {**call, "return_softmax_lse": False}
+    launch._plans.clear()
+    monkeypatch.setattr(splitting, "PARTS_OF_LAST_TILE", 100)
+    merged = [flash_attn_with_kvcache(q, k, v, **call) for _ in range(20)]
+    (made,) = launch._plans.values()
+    assert made.merge is not None and made.merge.num_arrivals
+    checks.assert_attention(merged[0], *checks.oracle(q, k, v, Lengths(seqused_k=used)))
+    checks.assert_same_bits("out", flash_attn_with_kvcache(q, k, v, **alone), merged[0][0])
+    for one in merged[1:]:
+        for name, got, expected in zip(("out", "lse"), one, merged[0], strict=True):
+            checks.assert_same_bits(name, got, expected)
+    monkeypatch.setattr(splitting, "ROWS_OF_LAST_TILE", 0)
+    monkeypatch.setattr(splitting, "FEW_ROWS", 0)  # teams add in another order
+    launch._plans.clear()
+    by_kernel = flash_attn_with_kvcache(q, k, v, **call)
+    for name, got, expected in zip(("out", "lse"), merged[0], by_kernel, strict=True):
+        checks.assert_same_bits(name, got, expected)
+    torch.cuda.synchronize()
+    assert plan.counters_of(q.get_device()).is_clean()
+    launch._plans.clear()
+
+
+@pytest.mark.gpu
+def test_graphs_replay_tiles_that_merge(hopper: None, monkeypatch: pytest.MonkeyPatch):
+    """New lengths at each replay, so that sequences change between one part and several."""
+    monkeypatch.setattr(splitting, "PARTS_OF_LAST_TILE", 100)
+    q, k, v = checks.gaussian(checks.Case(4, 8, 2, 2, 5000, 128, 128), "cuda")
+    used = torch.full((4,), 5000, dtype=torch.int32, device="cuda")
+    call = dict(cache_seqlens=used, causal=True, return_softmax_lse=True)
+    flash_attn_with_kvcache(q, k, v, **call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [flash_attn_with_kvcache(q, k, v, **call) for _ in range(3)]
+    for lengths in ([5000, 1, 2, 300], [40, 5000, 4999, 3], [5000] * 4, [2, 2, 2, 2]):
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        exact = checks.oracle(q, k, v, Lengths(seqused_k=used), causal=True)
+        for result in results:
+            checks.assert_attention(result, *exact)

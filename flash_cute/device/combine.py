@@ -167,6 +167,7 @@ class PartsCombiner:
         num_splits = p.num_splits
         if const_expr(self.has_split_counts):
             num_splits = cutlass.max(cutlass.min(p.mCounts[sequence], num_splits), 1)
+            is_live = is_live & (num_splits > 1)  # one part is a result already
         num_splits = cutlass.select_(is_live, num_splits, Int32(0))
         if cute.arch.vote_any_sync(is_live) | (p.teams > 1):  # teams meet at a barrier
             self.merge(p, (position, head, batch), is_live, num_splits, group % p.teams)

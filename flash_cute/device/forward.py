@@ -17,6 +17,7 @@ from flash_cute.arguments import ForwardArguments
 from flash_cute.device import epilogue, softmax
 from flash_cute.device.mask import AttentionMask, BlockRange
 from flash_cute.device.pack_gqa import Rows
+from flash_cute.device.partials import RowMerger
 from flash_cute.device.primitives import (
     as_rows_cols,
     column_offset,
@@ -325,6 +326,8 @@ class AttentionKernel:
         O = as_rows_cols(c.acc_O)
         softmax.scale_rows(O, factor)
         self.store_columns(p, O, rows, work, self.first_column(c))
+        if const_expr(self.spec.is_split and self.config.merges_parts):
+            self.merge_parts(p, work, rows)
 
     @cute.jit
     def store_lse(self, p, c, work: Work, first_row: Int32):
@@ -334,30 +337,80 @@ class AttentionKernel:
         factor = cute.make_rmem_tensor(self.rows_per_thread, Float32)
         lse = cute.make_rmem_tensor(self.rows_per_thread, Float32)
         self.close_rows(p, c, work, rows, factor, lse)
-        if const_expr(self.spec.has_lse):
-            mLSE = p.mLSE[None, None, self.batch_of(p, tile)]
-            mLSE = cute.domain_offset((seqlen.offset_q, 0), mLSE)
-            lane = fresh_thread_idx() % 32
-            epilogue.store_lse(lse, mLSE, rows, lane, seqlen.seqlen_q, self.lanes_per_row)
+        if const_expr(self.spec.is_split):
+            if tile.num_splits > 1:
+                self.write_lse(p.parts.lse, self.part_of(p, tile), lse, rows, seqlen)
+            elif p.mLSE.iterator.toint() != 0:
+                self.write_lse(p.mLSE, self.batch_of(tile), lse, rows, seqlen)
+        elif const_expr(self.spec.has_lse):
+            self.write_lse(p.mLSE, self.batch_of(tile), lse, rows, seqlen)
         return rows, factor
 
-    def batch_of(self, p, tile: Tile):
-        """The batch of a tile's results, of which a split has its own."""
-        batch = 0 if self.spec.is_packed_q else tile.batch
-        if self.spec.is_split:
-            batch += tile.split * (1 if self.spec.is_packed_q else p.sequences.batch)
-        return batch
+    @cute.jit
+    def write_lse(self, mLSE: cute.Tensor, batch, lse: cute.Tensor, rows: Rows, seqlen: SeqlenInfo):
+        """Write the log-sum-exp of rows, of the results or of a part."""
+        mLSE = cute.domain_offset((seqlen.offset_q, 0), mLSE[None, None, batch])
+        lane = fresh_thread_idx() % 32
+        epilogue.store_lse(lse, mLSE, rows, lane, seqlen.seqlen_q, self.lanes_per_row)
+
+    def batch_of(self, tile: Tile):
+        """The batch of a tile's results."""
+        return 0 if self.spec.is_packed_q else tile.batch
+
+    def part_of(self, p, tile: Tile):
+        """The batch of a part's results in the workspace."""
+        return self.batch_of(tile) + tile.split * self.batches_of_part(p)
+
+    def batches_of_part(self, p):
+        """Batches of the workspace that a part has, of all sequences."""
+        return 1 if self.spec.is_packed_q else p.sequences.batch
 
     @cute.jit
     def store_columns(self, p, O: cute.Tensor, rows: Rows, work: Work, first_col: Int32 | int):
         """Write columns of finished rows, as ``as_rows_cols`` views them, from first_col on."""
-        seqlen, lane = work.seqlen, fresh_thread_idx() % 32
-        mO = p.mO[None, None, None, self.batch_of(p, work.tile)]
-        mO = cute.domain_offset((seqlen.offset_q, first_col, 0), mO)
-        num_cols = p.head_dim_v - first_col
+        place = (rows, work.seqlen, p.head_dim_v, first_col)
+        if const_expr(self.spec.is_split):
+            if work.tile.num_splits > 1:
+                self.write_columns(p.parts.out, self.part_of(p, work.tile), O, *place)
+            else:
+                self.write_columns(p.mO, self.batch_of(work.tile), O, *place)
+        else:
+            self.write_columns(p.mO, self.batch_of(work.tile), O, *place)
+
+    @cute.jit
+    def write_columns(
+        self, mO: cute.Tensor, batch, O: cute.Tensor, rows: Rows, seqlen, head_dim_v, first_col
+    ):
+        """Write columns of the results, or in float32 of a part."""
+        mO = cute.domain_offset((seqlen.offset_q, first_col, 0), mO[None, None, None, batch])
+        num_cols, lane = head_dim_v - first_col, fresh_thread_idx() % 32
         if const_expr(self.lanes_per_row == 1):
             epilogue.store_row(O, mO, rows, seqlen.seqlen_q, num_cols)
-        elif const_expr(self.spec.is_split):
+        elif const_expr(mO.element_type is Float32):
             epilogue.store_floats(O, mO, rows, lane, seqlen.seqlen_q, num_cols)
         else:
             epilogue.store_output(O, mO, rows, lane, seqlen.seqlen_q, num_cols)
+
+    @cute.jit
+    def merge_parts(self, p, work: Work, rows: Rows):
+        """Merge the rows of a warp if it has written the last part of them, and is to merge."""
+        tile, seqlen = work.tile, work.seqlen
+        if p.parts.has_arrivals() and tile.num_splits > 1:
+            first_query, _ = p.packing.queries(tile)
+            first_row = self.batch_of(tile) * p.sequences.seqlen_q + seqlen.offset_q + first_query
+            warps = self.config.num_threads // 32
+            tile_idx = first_row * p.scheduler.num_heads + tile.head
+            if p.parts.is_last(tile_idx * warps + fresh_thread_idx() // 32, tile.num_splits):
+                place, batch = (seqlen.offset_q, 0, 0), self.batch_of(tile)
+                RowMerger(
+                    out=cute.domain_offset((*place, batch), p.parts.out),
+                    lse=cute.domain_offset((seqlen.offset_q, 0, batch), p.parts.lse),
+                    mO=cute.domain_offset(place, p.mO[None, None, None, batch]),
+                    mLSE=cute.domain_offset((seqlen.offset_q, 0), p.mLSE[None, None, batch]),
+                    has_lse=p.mLSE.iterator.toint() != 0,
+                    end=seqlen.seqlen_q,
+                    num_parts=tile.num_splits,
+                    step=self.batches_of_part(p),
+                    head_dim=p.head_dim_v,
+                    tile_dv=self.spec.tile_dv,
+                ).merge(rows, self.lanes_per_row)

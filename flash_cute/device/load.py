@@ -42,6 +42,7 @@ class LoadWarp:
     @cute.jit
     def run(self, p, smem, pipes):
         """All tiles of the CTA, their blocks in the order in which `mma` consumes them."""
+        p.scheduler.prefetch()
         states = self.start_states()
         tile_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, TILE_STAGES)
         announce = self.exchange.announce

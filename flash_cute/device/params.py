@@ -11,6 +11,7 @@ from flash_cute.device.block_sparsity import block_args, block_lists
 from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
 from flash_cute.device.paged_kv import PageTable
+from flash_cute.device.partials import PartialResults
 from flash_cute.device.placeholders import placeholders
 from flash_cute.device.score import tensor_args, tensors_from
 from flash_cute.device.seqlen import SequenceTable
@@ -41,10 +42,9 @@ class LaunchDescription:
 
     def compile_args(self) -> tuple:
         """Arguments that stand for the real ones while compiling."""
-        data = {"lse": Float32, "sink": SINK_DTYPES[self.spec.sink_dtype or "fp32"]}
+        data = {"lse": Float32, "partials": Float32}
+        data["sink"] = SINK_DTYPES[self.spec.sink_dtype or "fp32"]
         data |= dict.fromkeys(("q", "qv", "k", "v", "out"), self.dtype)
-        if self.spec.is_split:
-            data["out"] = Float32
         args = placeholders(ForwardArguments, data)
         args = sum((tensor_args(key) for key in self.callback_keys if key is not None), args)
         return args + (block_args(self.spec.has_full_blocks) if self.spec.has_block_mask else ())
@@ -72,14 +72,10 @@ class LaunchDescription:
         """
         sequences = self.sequence_table(args)
         num_rows = args.rows_q if rows_per_query is None else args.rows_q * rows_per_query
-        lse_rows = Int64(args.rows_q)
-        lse_layout = cute.make_layout(
-            (args.rows_q, args.num_heads_q, args.batch * args.num_splits),
-            stride=(1, lse_rows, lse_rows * args.num_heads_q),
-        )
         return {
             "mO": self.view(args, "out", args.rows_q, args.num_heads_q, args.head_dim_v),
-            "mLSE": cute.make_tensor(args.lse, lse_layout),
+            "mLSE": cute.make_tensor(args.lse, self.lse_layout(args, args.batch)),
+            "parts": self.partial_results(args),
             "mSink": cute.make_tensor(args.sink, cute.make_layout(args.num_heads_q)),
             "scheduler": TileScheduler(
                 num_m_blocks=(num_rows + tile_m - 1) // tile_m,
@@ -103,6 +99,26 @@ class LaunchDescription:
             "scale_log2": args.scale_log2,
             "softcap": args.softcap,
         }
+
+    def lse_layout(self, args: ForwardArguments, batch) -> cute.Layout:
+        """(rows, heads, batch) of log-sum-exps; packed ones are those of a single sequence."""
+        rows, heads = Int64(args.rows_q), args.num_heads_q
+        return cute.make_layout((args.rows_q, heads, batch), stride=(1, rows, rows * heads))
+
+    def partial_results(self, args: ForwardArguments) -> typing.Any:
+        """The workspace; None where keys are not split."""
+        if not self.spec.is_split:
+            return None
+        batch = args.num_splits * (1 if self.spec.is_packed_q else args.batch)
+        head_stride = cute.assume(Int64(args.head_dim_v), divby=8)
+        row = head_stride * args.num_heads_q
+        sequence = row * args.rows_q
+        layout = cute.make_layout(
+            (args.rows_q, args.head_dim_v, args.num_heads_q, batch),
+            stride=(row, 1, head_stride, sequence),
+        )
+        lse = cute.make_tensor(args.partials + sequence * batch, self.lse_layout(args, batch))
+        return PartialResults(cute.make_tensor(args.partials, layout), lse, args.arrivals)
 
     def captured(self, args):
         """The tensors that callbacks captured, and the arguments that follow theirs."""
@@ -161,8 +177,6 @@ class LaunchDescription:
         batch = 1 if is_packed else args.batch
         if name in ("k", "v") and not is_packed:
             batch = args.batch_k
-        if self.spec.is_split and name == "out":
-            batch = batch * args.num_splits
         layout = cute.make_layout(
             (rows, dim, heads, batch), stride=(stride_seqlen, 1, stride_head, stride_batch)
         )

@@ -32,6 +32,12 @@ def load_constant(tensor: cute.Tensor, coord):
     return kind(llvm.load(kind.mlir_type, pointer, alignment=kind.width // 8, invariant=True))
 
 
+def prefetch(tensor: cute.Tensor, coord):
+    """Start to bring an element of global memory, and what lies around it, into the L2 cache."""
+    address = (tensor.iterator + cute.crd2idx(coord, tensor.layout)).toint()
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 def exp2(x: Float32) -> Float32:
     """2**x by the exponential unit: relative error 2**-22, exp2(-inf) = 0.
 

@@ -7,6 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from flash_cute.device.primitives import prefetch
+
 
 @dataclass(frozen=True)
 class SeqlenInfo:
@@ -47,6 +49,14 @@ class SequenceTable:
             offset_k = cutlass.max(leftpad[batch], 0)
             seqlen_k = cutlass.max(seqlen_k - offset_k, 0)
         return SeqlenInfo(seqlen_q, seqlen_k, offset_q, offset_k)
+
+    def prefetch(self, lane: Int32):
+        """Start to bring the tables of the first sequences near, which are read one by one."""
+        batch = cutlass.min(lane, self.batch - 1)
+        tables = (self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k)
+        for table in (*tables, self.batch_idx, self.leftpad):
+            if table is not None:
+                prefetch(table, batch)
 
     @cute.jit
     def row_k(self, batch: Int32) -> Int32:

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from flash_cute.device.primitives import prefetch
 from flash_cute.device.seqlen import SequenceTable
 
 LANES = 32
@@ -62,6 +63,14 @@ class TileScheduler:
     tile_m: cutlass.Constexpr[int]  # rows of a tile
     is_even: cutlass.Constexpr[bool]
     is_split: cutlass.Constexpr[bool]
+
+    def prefetch(self):
+        """Start to bring near what the first tile is found from."""
+        if not self.is_even:
+            lane = cute.arch.lane_idx()
+            self.sequences.prefetch(lane)
+            if self.split_counts is not None:
+                prefetch(self.split_counts, cutlass.min(lane, self.sequences.batch - 1))
 
     @cute.jit
     def locate(self, tile_idx: Int32, cursor: Cursor):

@@ -157,7 +157,8 @@ def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfi
     It divides the blocks of a block mask if any of the list can.
     """
     is_decode = facts.few_rows is not None and facts.few_rows <= DECODE_ROWS
-    listed = _decode_configs(spec) if is_decode else _configs(spec)
+    may_split = facts.few_rows is not None
+    listed = _decode_configs(spec) if is_decode else _configs(spec, may_split)
     listed = [replace(config, smem_limit=facts.smem_bytes) for config in listed]
     fitting = [config for config in listed if not config.check(spec)]
     if facts.block_size is not None:
@@ -173,10 +174,11 @@ def _dividing(config: ForwardConfigSm80, keys: int) -> ForwardConfigSm80:
     return replace(config, tile_n=max(dividing, default=config.tile_n))
 
 
-def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
+def _configs(spec: ForwardSpecialization, may_split: bool) -> list[ForwardConfigSm80]:
     """Configs by falling preference; the last ones fit everywhere.
 
-    As many keys at a time as registers are there for, with 32 rows a warp where they hold O.
+    As many keys at a time as registers are there for, with 32 rows a warp where they hold O. Those
+    of what a tile of split keys writes are more.
     """
     is_busy = spec.modifies_scores or spec.mask_mod is not None or spec.has_block_mask
     is_narrow = spec.has_window_left or spec.has_window_right or spec.has_chunk
@@ -187,12 +189,12 @@ def _configs(spec: ForwardSpecialization) -> list[ForwardConfigSm80]:
         first = [ForwardConfigSm80(128, 64, num_warps=8, shares_rows=True)]
         if is_plain and spec.is_causal:
             first.insert(0, ForwardConfigSm80(64, 64, ctas_per_sm=2, shares_rows=True))
-        elif is_plain and is_padded and not spec.has_lse:
+        elif is_plain and is_padded and not may_split:
             first.insert(0, ForwardConfigSm80(128, 128, num_warps=8, shares_rows=True))
     elif spec.tile_d == 64 and is_plain and is_padded:
         tile_n = 96 if spec.is_causal else 64
         first = [ForwardConfigSm80(128, tile_n, ctas_per_sm=2, keeps_q=True)]
-    elif spec.tile_d == spec.tile_dv == 128 and is_plain and spec.is_causal:
+    elif spec.tile_d == spec.tile_dv == 128 and is_plain:
         first = [ForwardConfigSm80(128, 64, num_stages=2, ctas_per_sm=2)]
     tile_ns = (64, 32)
     if spec.tile_dv > 128:

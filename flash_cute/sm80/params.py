@@ -12,6 +12,7 @@ from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
 from flash_cute.device.paged_kv import PageTable
 from flash_cute.device.params import Captured, LaunchDescription
+from flash_cute.device.partials import PartialResults
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
 
@@ -25,6 +26,7 @@ class ForwardParams:
     mV: cute.Tensor  # likewise with head_dim_v
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
+    parts: PartialResults  # None where keys are not split
     mSink: cute.Tensor  # (num_heads_q,)
     mma: cute.TiledMma  # of one warp, for both products
     scheduler: TileScheduler

@@ -49,6 +49,11 @@ class ForwardConfigSm90(TileOfHeads):
         return self.tile_m // 64
 
     @property
+    def merges_parts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where a tile has few rows; elsewhere the code for it would take registers."""
+        return self.tile_m == 64
+
+    @property
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (self.num_mma_warpgroups + 1)
 
@@ -94,13 +99,8 @@ class ForwardConfigSm90(TileOfHeads):
             broken.append(f"shared memory is {smem} bytes, at most {most}")
         if self.skips_blocks and (self.use_ping_pong or spec.has_block_mask):
             broken.append("skips_blocks is True: no turns can be taken and no lists followed")
-        registers = THREADS_PER_WARPGROUP * (
-            self.regs_load + self.num_mma_warpgroups * self.regs_mma
-        )
-        registers *= self.ctas_per_sm
-        if registers > REGISTERS_PER_SM:
-            broken.append(f"registers are {registers}, at most {REGISTERS_PER_SM}")
-        return broken
+        roles = (self.regs_load, *[self.regs_mma] * self.num_mma_warpgroups)
+        return broken + check_registers(roles, self.ctas_per_sm)
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class MlaConfigSm90:
     rescale_threshold: float = 8.0  # as in ForwardConfigSm90
 
     is_persistent: ClassVar[bool] = True
+    merges_parts: ClassVar[bool] = False  # a warp has half of the columns of its rows
     tile_m: ClassVar[int] = 64
     num_mma_warpgroups: ClassVar[int] = 2
     num_threads: ClassVar[int] = 3 * THREADS_PER_WARPGROUP
@@ -167,10 +168,20 @@ class MlaConfigSm90:
         smem = self.smem_bytes(spec)
         if smem > SMEM_BYTES:
             broken.append(f"shared memory is {smem} bytes, at most {SMEM_BYTES}")
-        registers = THREADS_PER_WARPGROUP * (self.regs_load + 2 * self.regs_mma)
-        if registers > REGISTERS_PER_SM:
-            broken.append(f"registers are {registers}, at most {REGISTERS_PER_SM}")
-        return broken
+        return broken + check_registers((self.regs_load, self.regs_mma, self.regs_mma))
+
+
+def check_registers(roles: tuple[int, ...], ctas_per_sm: int = 1) -> list[str]:
+    """The broken rule, if the registers of a thread of each warpgroup are more than there are.
+
+    A CTA divides among its warpgroups what it has when it is launched, as many for each thread, a
+    multiple of 8: a warpgroup that asks for more waits for ever.
+    """
+    num_threads = THREADS_PER_WARPGROUP * len(roles)
+    most = REGISTERS_PER_SM // (num_threads * ctas_per_sm) // 8 * 8 * len(roles)
+    if sum(roles) <= most:
+        return []
+    return [f"registers of a thread of each warpgroup are {sum(roles)} together, at most {most}"]
 
 
 ConfigSm90 = ForwardConfigSm90 | MlaConfigSm90

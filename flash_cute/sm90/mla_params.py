@@ -10,6 +10,7 @@ from flash_cute.arguments import ForwardArguments
 from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadsFastest
 from flash_cute.device.paged_kv import PageTable
+from flash_cute.device.partials import PartialResults
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
 from flash_cute.device.tma import TmaOperand
@@ -32,6 +33,7 @@ class MlaParams:
     p_layout: cute.ComposedLayout  # (tile_m, tile_n, stages) lies
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
+    parts: PartialResults  # None where keys are not split
     mSink: cute.Tensor  # (num_heads_q,)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma

@@ -12,6 +12,7 @@ from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
 from flash_cute.device.paged_kv import PageTable
 from flash_cute.device.params import Captured
+from flash_cute.device.partials import PartialResults
 from flash_cute.device.seqlen import SequenceTable
 from flash_cute.device.tile_scheduler import TileScheduler
 from flash_cute.device.tma import TmaDescription, TmaOperand
@@ -28,6 +29,7 @@ class ForwardParams:
     mV: cute.Tensor
     mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
     mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
+    parts: PartialResults  # None where keys are not split
     mSink: cute.Tensor  # (num_heads_q,)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma

@@ -141,21 +141,36 @@ class ForwardRecord:
     def view(self, label: str, name: str, rows: int, heads: int, dim: int) -> Field:
         """A (rows, dim, heads, batch) tensor that threads access."""
         batch = self.batch_of(name)
-        if name == "out" and self.spec.is_split:
-            batch = (batch or 1) * self.args.num_splits
         shape = (rows, dim, heads) + (() if batch is None else (batch,))
         return record.tensor(label, getattr(self.args, name), shape, self.strides(name))
 
     def results(self) -> Known:
         """Output, log-sum-exp and the sink."""
         args, heads = self.args, self.args.num_heads_q
-        shape = (args.rows_q, heads, args.batch * args.num_splits)
         strides = (args.rows_q, args.rows_q * heads)
         return {
             "mO": [self.view("mO", "out", args.rows_q, heads, args.head_dim_v)],
-            "mLSE": [record.tensor("mLSE", args.lse, shape, strides)],
+            "mLSE": [record.tensor("mLSE", args.lse, (args.rows_q, heads, args.batch), strides)],
+            "parts": self.parts(),
             "mSink": [record.tensor("mSink", args.sink, (heads,))],
         }
+
+    def parts(self) -> list[Field]:
+        """The workspace of split keys: partial results, behind them their log-sum-exp."""
+        args, heads, dim = self.args, self.args.num_heads_q, self.args.head_dim_v
+        if not self.spec.is_split:
+            return []
+        batch = args.num_splits * (self.batch_of("out") or 1)
+        row, sequence = heads * dim, args.rows_q * heads * dim
+        lse_address = args.partials + 4 * batch * sequence
+        shapes = (args.rows_q, dim, heads, batch), (args.rows_q, heads, batch)
+        return [
+            record.tensor("partials", args.partials, shapes[0], (row, dim, sequence)),
+            record.tensor(
+                "partial lse", lse_address, shapes[1], (args.rows_q, args.rows_q * heads)
+            ),
+            record.address("arrivals", args.arrivals),
+        ]
 
     def sequences(self) -> list[Field]:
         """Lengths, and the tables that the specialization has."""
