@@ -326,6 +326,7 @@ def result_lse_shape(problem: AttentionProblem, inputs: AttentionInputs) -> tupl
     return (*batch, heads, rows)
 
 
+@functools.lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of a contiguous tensor."""
     strides = [1]

@@ -1,10 +1,11 @@
 """The host side of a launch: what kernels of all architectures get from its arguments."""
 
 import typing
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device.block_sparsity import block_args, block_lists
@@ -28,6 +29,24 @@ class Captured(typing.NamedTuple):
     score: tuple
     mask: tuple
     block: tuple
+
+
+@dataclass(frozen=True)
+class CommonParams:
+    """What every kernel gets: outputs, tiles, lengths, numbers."""
+
+    mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
+    mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
+    parts: PartialResults  # None where keys are not split
+    mSink: cute.Tensor  # (num_heads_q,)
+    scheduler: TileScheduler
+    split_blocks: Int32
+    sequences: SequenceTable
+    bounds: MaskBounds
+    head_dim_v: Int32
+    pages: PageTable  # None where keys are not paged
+    scale_log2: Float32
+    softcap: Float32
 
 
 class LaunchDescription:
@@ -64,7 +83,7 @@ class LaunchDescription:
     def common(
         self, args: ForwardArguments, packs, tile_m: int, rows_per_query=None
     ) -> dict[str, typing.Any]:
-        """Results, tiles, lengths and numbers, by their names in the parameters of every kernel.
+        """The fields of CommonParams by name.
 
         Args:
             packs: of the query heads of a key/value head; a sequence has tiles for each.

@@ -9,7 +9,9 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from flash_cute.arguments import ForwardArguments
-from flash_cute.device.params import LaunchDescription
+from flash_cute.device.block_sparsity import BlockLists
+from flash_cute.device.pack_gqa import HeadPacking
+from flash_cute.device.params import Captured, CommonParams, LaunchDescription
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,20 @@ class TmaOperand:
     tensor: cute.Tensor  # (seqlen, dim, heads, batch) coordinates
     layout: cute.ComposedLayout  # shared memory: (tile, dim, stage)
     box: cute.Layout  # the part of it that one copy fills: (rows, dim, stage)
+
+
+@dataclass(frozen=True)
+class TmaParams(CommonParams):
+    """What a forward kernel gets whose operands come by TMA."""
+
+    q: TmaOperand
+    k: TmaOperand
+    v: TmaOperand
+    mK: cute.Tensor  # (page_size, head_dim, num_heads_kv, pages) where keys are gathered, else None
+    mV: cute.Tensor
+    packing: HeadPacking
+    captured: Captured
+    blocks: BlockLists  # None without a block mask
 
 
 class TmaDescription(LaunchDescription):

@@ -3,41 +3,24 @@
 from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.nvgpu import warp
 
 from flash_cute.arguments import ForwardArguments
 from flash_cute.device.block_sparsity import BlockLists
-from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadPacking
-from flash_cute.device.paged_kv import PageTable
-from flash_cute.device.params import Captured, LaunchDescription
-from flash_cute.device.partials import PartialResults
-from flash_cute.device.seqlen import SequenceTable
-from flash_cute.device.tile_scheduler import TileScheduler
+from flash_cute.device.params import Captured, CommonParams, LaunchDescription
 
 
 @dataclass(frozen=True)
-class ForwardParams:
+class ForwardParams(CommonParams):
     """What the kernel gets: operands, outputs, lengths, tiles, numbers."""
 
     mQ: cute.Tensor  # (rows_q, head_dim, num_heads_q, batch)
     mK: cute.Tensor  # (rows_k, head_dim, num_heads_kv, batch), or (page_size, …, pages)
     mV: cute.Tensor  # likewise with head_dim_v
-    mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
-    mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
-    parts: PartialResults  # None where keys are not split
-    mSink: cute.Tensor  # (num_heads_q,)
     mma: cute.TiledMma  # of one warp, for both products
-    scheduler: TileScheduler
-    split_blocks: Int32
-    sequences: SequenceTable
-    bounds: MaskBounds
-    head_dim_v: Int32
     packing: HeadPacking
-    pages: PageTable  # None where keys are not paged
-    scale_log2: Float32
-    softcap: Float32
     captured: Captured
     blocks: BlockLists  # None without a block mask
 

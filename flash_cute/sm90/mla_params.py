@@ -3,16 +3,12 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_cute.arguments import ForwardArguments
-from flash_cute.device.mask import MaskBounds
 from flash_cute.device.pack_gqa import HeadsFastest
-from flash_cute.device.paged_kv import PageTable
-from flash_cute.device.partials import PartialResults
-from flash_cute.device.seqlen import SequenceTable
-from flash_cute.device.tile_scheduler import TileScheduler
+from flash_cute.device.params import CommonParams
 from flash_cute.device.tma import TmaOperand
 from flash_cute.sm90.params import LaunchDescriptionSm90
 
@@ -20,7 +16,7 @@ HALVES = 2  # of the columns of V: of a load, and of the output of a warpgroup
 
 
 @dataclass(frozen=True)
-class MlaParams:
+class MlaParams(CommonParams):
     """What the kernel gets: operands, outputs, lengths, tiles, numbers."""
 
     mQ: cute.Tensor  # (rows_q, head_dim, num_heads_q, batch); None with qv alone
@@ -31,21 +27,9 @@ class MlaParams:
     qv_layout: cute.ComposedLayout
     k_layout: cute.ComposedLayout  # (tile_n, tile_d, stages), where also
     p_layout: cute.ComposedLayout  # (tile_m, tile_n, stages) lies
-    mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
-    mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
-    parts: PartialResults  # None where keys are not split
-    mSink: cute.Tensor  # (num_heads_q,)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
-    scheduler: TileScheduler
-    split_blocks: Int32
-    sequences: SequenceTable
-    bounds: MaskBounds
-    head_dim_v: Int32
     packing: HeadsFastest
-    pages: PageTable  # None where keys are not paged
-    scale_log2: Float32
-    softcap: Float32
 
 
 class MlaDescription(LaunchDescriptionSm90):

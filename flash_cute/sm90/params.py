@@ -3,47 +3,19 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_cute.arguments import ForwardArguments
-from flash_cute.device.block_sparsity import BlockLists
-from flash_cute.device.mask import MaskBounds
-from flash_cute.device.pack_gqa import HeadPacking
-from flash_cute.device.paged_kv import PageTable
-from flash_cute.device.params import Captured
-from flash_cute.device.partials import PartialResults
-from flash_cute.device.seqlen import SequenceTable
-from flash_cute.device.tile_scheduler import TileScheduler
-from flash_cute.device.tma import TmaDescription, TmaOperand
+from flash_cute.device.tma import TmaDescription, TmaParams
 
 
 @dataclass(frozen=True)
-class ForwardParams:
-    """What the kernel gets: operands, outputs, lengths, tiles, numbers."""
+class ForwardParams(TmaParams):
+    """What the kernel gets: operands, outputs, lengths, tiles, numbers, products."""
 
-    q: TmaOperand
-    k: TmaOperand
-    v: TmaOperand
-    mK: cute.Tensor  # (page_size, head_dim, num_heads_kv, pages) where keys are gathered, else None
-    mV: cute.Tensor
-    mO: cute.Tensor  # (rows_q, head_dim_v, num_heads_q, batch)
-    mLSE: cute.Tensor  # (rows_q, num_heads_q, batch)
-    parts: PartialResults  # None where keys are not split
-    mSink: cute.Tensor  # (num_heads_q,)
     mma_qk: cute.TiledMma
     mma_pv: cute.TiledMma
-    scheduler: TileScheduler
-    split_blocks: Int32
-    sequences: SequenceTable
-    bounds: MaskBounds
-    head_dim_v: Int32
-    packing: HeadPacking
-    pages: PageTable  # None where keys are not paged
-    scale_log2: Float32
-    softcap: Float32
-    captured: Captured
-    blocks: BlockLists  # None without a block mask
 
 
 class LaunchDescriptionSm90(TmaDescription):
