@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--arch", help="cross-compile for this target, e.g. sm_90a (the GPU's own)")
     three.add_argument("--quick", action="store_true", help="one process per figure, d=128 only")
     four = commands.add_parser("variants", help="masks, callbacks and packed sequences")
-    four.add_argument("--rounds", type=positive, help="samples of each contestant (11)")
+    four.add_argument("--rounds", type=positive, help=f"samples of each ({variants.PLAN.rounds})")
     four.add_argument("--only", help=f"some of {','.join(variants.GROUPS)} (all)")
     four.add_argument("--seed", type=int, default=0, help="of the inputs and the order (0)")
     five = commands.add_parser("tune", help="other configs and head orders than the chosen ones")

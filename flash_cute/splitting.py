@@ -110,7 +110,7 @@ def usual_parts(problem: AttentionProblem, key: KernelKey, target: Target, split
     if not splits.is_counted or splits.blocks:
         return splits.most
     tiles = heads_of(p, key.spec) * p.batch * -(-p.queries // positions)
-    return min(splits.most, -(-target.num_sms * key.config.ctas_per_sm // tiles))
+    return min(splits.most, -(-target.num_sms * key.config.ctas_per_sm // max(tiles, 1)))
 
 
 def num_arrivals(

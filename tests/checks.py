@@ -12,6 +12,7 @@ must be in the same places.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -452,3 +453,28 @@ def assert_same_bits(name: str, got: torch.Tensor, expected: torch.Tensor) -> No
     wrong = bits(got) != bits(expected)
     count = int(wrong.sum())
     assert not count, _describe(name, "different bits", count, wrong, got, expected)
+
+
+WORD_BYTES = 4
+
+
+def assert_no_spills(report: Any, words: int = 0, stack_bytes: int = 0) -> None:
+    """Fail if a compile moved registers to memory, `words` of them excepted.
+
+    Args:
+        stack_bytes: that the assembler of CUDA 12 may take all the same. It is the one of installs
+            without a GPU, and keeps a word here and there where that of CUDA 13 keeps none.
+    """
+    spilled, stack = words * WORD_BYTES, 2 * words * WORD_BYTES
+    if not _has_cuda_13():
+        spilled, stack = max(spilled, WORD_BYTES), max(stack, stack_bytes, 2 * WORD_BYTES)
+    found = (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes)
+    assert max(found[:2]) <= spilled and found[2] <= stack, found
+
+
+def _has_cuda_13() -> bool:
+    try:
+        importlib.metadata.distribution("nvidia-cutlass-dsl-libs-cu13")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

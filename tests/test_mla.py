@@ -278,7 +278,7 @@ def test_cell_compiles_without_spills(changes: dict[str, Any]):
     report = inspect_kernel(FlashAttentionMlaSm90(spec, MlaConfigSm90()), "sm_90a")
     if report.missing:
         pytest.skip("; ".join(report.missing))
-    assert (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes) == (0, 0, 0)
+    checks.assert_no_spills(report)
     assert report.registers is not None and report.registers <= 168
     assert report.smem_bytes is not None and report.smem_bytes <= H200.smem_bytes
     assert f".entry {report.name}" in report.ptx

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import checks
 import numpy as np
 import pytest
 import torch
@@ -271,7 +272,7 @@ def check_compile(config: ForwardConfigSm100, spec: ForwardSpecialization, arch:
     report = inspect_kernel(FlashAttentionForwardSm100(spec, config), arch)
     if report.missing:
         pytest.skip("; ".join(report.missing))
-    assert (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes) == (0, 0, 0)
+    checks.assert_no_spills(report)
     assert report.registers is not None and report.registers <= 128  # at entry
     assert report.smem_bytes is not None
     # What the driver keeps for itself is counted as static.

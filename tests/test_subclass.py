@@ -502,7 +502,7 @@ def compiles_cleanly(kernel: type, **changes: Any) -> Any:
     report = compile.inspect_kernel(compile.kernel_for(key_of(kernel, **changes)), "sm_90a")
     if report.missing:
         pytest.skip("; ".join(report.missing))
-    assert (report.spill_store_bytes, report.spill_load_bytes, report.stack_bytes) == (0, 0, 0)
+    checks.assert_no_spills(report)
     assert f".entry {report.name}" in report.ptx
     return report
 
