@@ -23,7 +23,7 @@ from .shapes import DENSITIES, VARIANT_SEQLEN, VARLEN_LENGTHS, Shape
 from .verdicts import Line, Outcome, all_met, fields_of, outcome, sentence, summary
 
 # Long samples: each contestant then runs at the clock that its own power allows, whatever came
-# before it. Over 30 ms the same call varies by 9 %, over these by 1 to 2 %.
+# before it. Over 30 ms the same call varies by up to 9 %, over these by 1 to 4 %.
 PLAN = timing.Plan(rounds=7, budget_s=15.0, sample_s=0.2)
 
 OURS, FA4, FLEX = works.OurVariant(), works.Fa4Variant(), works.FlexVariant()

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
+import checks
 import pytest
 
-
-def load_tool() -> ModuleType:
-    """Import the script, which is in no package."""
-    path = Path(__file__).resolve().parent.parent / "tools" / "count_block.py"
-    spec = importlib.util.spec_from_file_location("count_block", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = checks.load_tool("count_block")
 SOFTMAX = [*["MUFU.EX2 R1, R2"] * 40, "@!P0 FFMA2 R2, R2, R4, R6", "STTM.x16 tmem[UR1], R5"]
 
 

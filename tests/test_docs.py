@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
+import checks
 import pytest
 
 from flash_cute import env
@@ -19,18 +18,7 @@ PAGES = sorted(
     p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 )
 
-
-def load_tool() -> ModuleType:
-    """Import tools/make_support_table.py, which is a script and no package."""
-    path = ROOT / "tools" / "make_support_table.py"
-    spec = importlib.util.spec_from_file_location("make_support_table", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-support_table = load_tool()
+support_table = checks.load_tool("make_support_table")
 
 
 def test_support_page_is_what_the_kernels_declare(capsys: pytest.CaptureFixture[str]):

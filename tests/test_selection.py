@@ -230,6 +230,8 @@ def test_default_configs_obey_the_rules(spec, seqlen_k):
         (ForwardConfigSm90(128, 100), "tile_n is 100"),
         (ForwardConfigSm90(128, 256), "shared memory is"),
         (ForwardConfigSm90(192, 128), "registers of"),
+        # 64k registers, but more than a CTA of 384 threads is launched with: its consumers hang.
+        (ForwardConfigSm90(128, 128, regs_load=32), "512 together, at most 504"),
     ],
 )
 def test_broken_configs_are_named(config, message):

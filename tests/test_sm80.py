@@ -239,10 +239,11 @@ def compiled(spec: ForwardSpecialization, config: ForwardConfigSm80, arch: str):
     report = inspect_kernel(FlashAttentionForwardSm80(spec, config), arch)
     if report.missing:
         pytest.skip("; ".join(report.missing))
-    is_newest = Target.from_arch(arch).capability[0] == 12
-    # On Hopper, where it is tested and measured, the first block of a tile takes a word too many.
-    words = 1 if arch == "sm_90a" else 0
-    checks.assert_no_spills(report, words, stack_bytes=64 if is_newest else 0)
+    is_newest, on_hopper = Target.from_arch(arch).capability[0] == 12, arch == "sm_90a"
+    # With the two stages that fit on Hopper, where the kernel is but tested and measured, a tile's
+    # first block takes a word too many.
+    words = 1 if on_hopper and spec.tile_d == 128 else 0
+    checks.assert_no_spills(report, words, stack_bytes=64 if is_newest else 8 if on_hopper else 0)
     threads = config.num_threads * config.ctas_per_sm
     assert report.registers is not None and report.registers * threads <= 65_536
     assert report.smem_bytes is not None
