@@ -20,7 +20,7 @@ from flash_cute.cache import Executable
 from flash_cute.errors import UnsupportedProblem, refuse
 from flash_cute.problem import AttentionInputs, AttentionProblem
 from flash_cute.scheduling import LengthTensors, Planner
-from flash_cute.splits import Splits, choose, heads_of
+from flash_cute.splits import Splits, choose, heads_of, slots_for
 from flash_cute.splitting import Merge, make_merge, make_planner
 from flash_cute.target import Target
 
@@ -185,7 +185,7 @@ def make_plan(
             f"the problem has {num_tiles} query tiles, at most 2**31: split it"
         )
     is_uneven = p.is_packed_q or planner is not None
-    num_ctas, is_counted = _grid(kernel_key, target, num_tiles, is_uneven)
+    num_ctas, is_counted = _grid(p, kernel_key, target, num_tiles, is_uneven)
     out_strides = contiguous_strides(out_shape)
     given_strides = out_strides if out is None else out.stride()
     merge = None
@@ -224,16 +224,26 @@ def make_plan(
 
 
 def _grid(
-    key: selection.KernelKey, target: Target, num_tiles: int, is_uneven: bool
+    problem: AttentionProblem,
+    key: selection.KernelKey,
+    target: Target,
+    num_tiles: int,
+    is_uneven: bool,
 ) -> tuple[int, bool]:
     """CTAs of a launch, and whether they count the tiles that they take.
+
+    With parts for one CTA on each multiprocessor no more are launched: the GPU gives some
+    multiprocessors two before the last ones have any, and those would take twice the time.
 
     Args:
         is_uneven: the number of tiles is known to the device alone, num_tiles the most.
     """
     if not key.config.is_persistent:
         return num_tiles, False
-    num_ctas = min(target.num_sms * key.config.ctas_per_sm, num_tiles)
+    slots = target.num_sms * key.config.ctas_per_sm
+    if key.spec.has_split_counts:
+        slots = slots_for(problem, key.spec, key.config, target)
+    num_ctas = min(slots, num_tiles)
     return num_ctas, num_ctas < num_tiles or is_uneven
 
 

@@ -134,7 +134,7 @@ class TileOfHeads:
 
     tile_m: int
     tile_n: int
-    merges_parts: ClassVar[bool] = False  # the kernel can, of split keys: `splitting.merges_inside`
+    merges_parts: ClassVar[bool] = False  # the kernel can, of split keys: `splitting.num_arrivals`
 
     def positions(self, spec: ForwardSpecialization) -> int:
         """Queries of each head in a tile; all rows where heads are not packed.

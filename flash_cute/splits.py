@@ -53,9 +53,8 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
             return Splits(p.num_splits, is_counted=True)
         return Splits(p.num_splits)
     least = -(-LEAST_KEYS // config.tile_n)
-    blocks, slots = -(-p.capacity // config.tile_n), target.num_sms * config.ctas_per_sm
-    packs = heads_of(p, spec)
-    tiles = packs * p.batch * -(-p.queries // config.positions(spec))
+    blocks, packs = -(-p.capacity // config.tile_n), heads_of(p, spec)
+    tiles, slots = tiles_of(p, spec, config), slots_for(p, spec, config, target)
     is_full = tiles >= WELL_FILLED * slots
     if not p.has_scheduler_metadata and blocks <= least:
         return Splits()
@@ -117,6 +116,21 @@ def heads_of(p: AttentionProblem, spec: ForwardSpecialization) -> int:
     return p.num_heads_kv * -(-p.group // spec.pack_heads)
 
 
+def tiles_of(p: AttentionProblem, spec: ForwardSpecialization, config: Any) -> int:
+    """Tiles of a problem whose keys are not split."""
+    return heads_of(p, spec) * p.batch * -(-p.queries // config.positions(spec))
+
+
+def slots_for(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target) -> int:
+    """Tiles that parts of the keys are to make up together, all of which run at the same time.
+
+    Where there are fewer tiles than multiprocessors, no more CTAs on each than keep memory busy:
+    twice as many parts would take the merge twice the time.
+    """
+    is_few = tiles_of(p, spec, config) < target.num_sms
+    return target.num_sms * (config.ctas_to_saturate if is_few else config.ctas_per_sm)
+
+
 def split_plan(
     p: AttentionProblem,
     spec: ForwardSpecialization,
@@ -133,7 +147,7 @@ def split_plan(
         tile_n=config.tile_n,
         heads=heads_of(p, spec),
         visible_blocks=_visible_blocks(p, positions, config.tile_n),
-        slots=target.num_sms * config.ctas_per_sm,
+        slots=slots_for(p, spec, config, target),
         split_blocks=splits.blocks,
         most=splits.most,
     )

@@ -24,7 +24,7 @@ from flash_cute.combine_plan import (
 from flash_cute.problem import AttentionInputs, AttentionProblem
 from flash_cute.scheduling import LENGTHS, Planner
 from flash_cute.selection import CombineKey, KernelKey, PlannerKey
-from flash_cute.splits import Splits, heads_of, split_plan
+from flash_cute.splits import Splits, heads_of, slots_for, split_plan, tiles_of
 from flash_cute.target import Target
 
 FEW_ROWS = 2048  # (query, head) pairs, each of which a CTA may have for itself
@@ -106,11 +106,10 @@ def make_planner(
 
 def usual_parts(problem: AttentionProblem, key: KernelKey, target: Target, splits: Splits) -> int:
     """Parts of a sequence as a rule: as many as fill the GPU, or as there are at most."""
-    p, positions = problem, key.config.positions(key.spec)
     if not splits.is_counted or splits.blocks:
         return splits.most
-    tiles = heads_of(p, key.spec) * p.batch * -(-p.queries // positions)
-    return min(splits.most, -(-target.num_sms * key.config.ctas_per_sm // max(tiles, 1)))
+    tiles = max(1, tiles_of(problem, key.spec, key.config))
+    return min(splits.most, max(1, slots_for(problem, key.spec, key.config, target) // tiles))
 
 
 def num_arrivals(

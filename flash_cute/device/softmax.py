@@ -70,10 +70,10 @@ def raise_row(old_max: Float32, block_max: Float32, scale_log2: Float32, thresho
     """(new running maximum, what O must be multiplied by) of a row; kept where it rises little."""
     new_max = cute.arch.fmax(old_max, block_max)
     safe_max = finite_or_zero(new_max)
+    rise = (safe_max - old_max) * scale_log2
     # Not `rise > threshold`: a row that has seen no key has old_max -inf, or rise NaN.
-    is_kept = (safe_max - old_max) * scale_log2 <= threshold
-    factor = exp2((old_max - safe_max) * scale_log2)
-    o_scale = cutlass.select_(is_kept, Float32(1.0), factor)
+    is_kept = rise <= threshold
+    o_scale = cutlass.select_(is_kept, Float32(1.0), exp2(-rise))
     return cutlass.select_(is_kept, old_max, new_max), o_scale
 
 

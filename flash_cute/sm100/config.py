@@ -42,6 +42,7 @@ class ForwardConfigSm100(TileOfHeads):
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
     is_persistent: ClassVar[bool] = True  # CTAs take further tiles from a counter
     ctas_per_sm: ClassVar[int] = 1
+    ctas_to_saturate: ClassVar[int] = 1
     num_threads: ClassVar[int] = 4 * THREADS_PER_WARPGROUP
 
     @property

@@ -57,6 +57,11 @@ class ForwardConfigSm90(TileOfHeads):
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (self.num_mma_warpgroups + 1)
 
+    @property
+    def ctas_to_saturate(self) -> int:
+        """CTAs of a multiprocessor that together read as fast as memory delivers."""
+        return 1
+
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the K and V rings and the barriers."""
         q = self.tile_m * spec.tile_d
@@ -123,6 +128,7 @@ class MlaConfigSm90:
     num_mma_warpgroups: ClassVar[int] = 2
     num_threads: ClassVar[int] = 3 * THREADS_PER_WARPGROUP
     ctas_per_sm: ClassVar[int] = 1
+    ctas_to_saturate: ClassVar[int] = 1
 
     @property
     def tile(self) -> tuple[int, int]:
