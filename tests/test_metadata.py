@@ -100,8 +100,8 @@ def test_a_plan_of_the_callers_is_taken(launches: toy_gpu.Launches):
     [
         ({"num_heads_kv": 8}, "heads 8 instead of 2"),
         ({"max_seqlen_q": 9}, "mean_q 9 instead of 1"),
-        ({"sm_margin": 32}, "slots 200 instead of 264"),
-        ({"headdim": 256}, "slots 132 instead of 264"),
+        ({"sm_margin": 32}, "slots 100 instead of 132"),
+        ({"headdim": 256}, "tile_n 64 instead of 128"),
     ],
 )
 def test_a_plan_for_another_call_is_refused(launches: toy_gpu.Launches, change, what: str):

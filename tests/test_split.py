@@ -37,13 +37,26 @@ def splits_of(num_splits: int = 0, **changes) -> splits.Splits:
 
 
 def test_parts_fill_the_multiprocessors():
-    assert splits_of() == splits.Splits(2 * 132 // 8)
-    assert splits_of(batch=4).most == 2 * 132 // 32
+    assert splits_of() == splits.Splits(132 // 8)
+    assert splits_of(batch=4).most == 132 // 32
+    assert splits_of(batch=20, has_seqused_k=True).is_counted
     assert splits_of(batch=64) == splits.Splits()
     assert splits_of(seqlen_k=256) == splits.Splits()
     assert splits_of(seqlen_k=2048).most == 2048 // splits.LEAST_KEYS
-    assert splits_of(num_heads_kv=1).most == splits.MAX_SPLITS
+    assert splits_of(num_heads_kv=1).most == 132
     assert splits_of(seqlen_q=4096, batch=8) == splits.Splits()
+
+
+@pytest.mark.parametrize(("batch", "ctas"), [(16, 132), (17, 264)])
+def test_few_tiles_get_one_cta_a_multiprocessor(monkeypatch, batch: int, ctas: int):
+    """With two, the GPU fills some multiprocessors before the last ones have any."""
+    launches = toy_gpu.install(monkeypatch)
+    q = toy_gpu.on_gpu(torch.zeros(batch, 1, 8, 128, dtype=torch.bfloat16))
+    k, v = (toy_gpu.on_gpu(torch.zeros(batch, 4096, 8, 128, dtype=torch.bfloat16)) for _ in "kv")
+    lengths = toy_gpu.on_gpu(torch.full((batch,), 4096, dtype=torch.int32))
+    flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    assert launches.launched[-1].spec.has_split_counts
+    assert launches.named.num_ctas == ctas
 
 
 def test_a_number_decides():
