@@ -263,7 +263,7 @@ def how_lines() -> list[str]:
         "us: CUDA graphs of calls that rotate over caches, median of interleaved rounds; "
         "TB/s: bytes of K and V over it",
         "FA4: flash_attn_varlen_func with seqused_k and page_table, num_splits=1 (more are refused "
-        "on SM90); SDPA: enable_gqa, its own choice of backend, dense",
+        "on SM90); SDPA: enable_gqa, its own choice of backend, keys gathered from pages first",
         "of copy: TB/s over those of a copy of 1 GiB (read and written); over FA4, SDPA: how many "
         "times as fast; x: time over that of one query, of pages of 1 over pages of 128",
     ]

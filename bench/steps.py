@@ -148,7 +148,10 @@ class Fa4Step(FlashAttention4):
 
 
 class SdpaStep(Sdpa):
-    """torch SDPA as it dispatches by itself, with enable_gqa, on transposed views."""
+    """torch SDPA as it dispatches by itself, with enable_gqa, on transposed views.
+
+    It has no pages: keys and values are gathered from them first, as its users have to.
+    """
 
     name, label = "sdpa", "SDPA"
 
@@ -156,11 +159,21 @@ class SdpaStep(Sdpa):
         return None if torch.cuda.is_available() else "torch sees no GPU"
 
     def refuses(self, shape: Shape) -> str | None:
-        step = as_step(shape)
-        return super().refuses(step) if step.page_size is None else "it has no pages"
+        return super().refuses(replace(as_step(shape), page_size=None))
 
     def call(self, shape: Shape, sets: Inputs) -> Callable[[int], Any]:
-        return super().call(shape, caches(as_step(shape), sets))
+        step = as_step(shape)
+        ready, table = caches(step, sets), page_table(step, sets[0][0].device)
+        if table is None:
+            return super().call(shape, ready)
+
+        def attend(i: int) -> Any:
+            q, *pages = ready[i % len(ready)]
+            k, v = (cache[table].flatten(1, 2) for cache in pages)
+            return one(shape, [(q, k, v)])(0)
+
+        one = super().call
+        return attend
 
     def scope(self) -> AbstractContextManager[object]:
         return nullcontext()
