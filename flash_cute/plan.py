@@ -20,7 +20,7 @@ from flash_cute.cache import Executable
 from flash_cute.errors import UnsupportedProblem, refuse
 from flash_cute.problem import AttentionInputs, AttentionProblem
 from flash_cute.scheduling import LengthTensors, Planner
-from flash_cute.splits import Splits, choose, heads_of, slots_for
+from flash_cute.splits import Splits, choose, filling, heads_of
 from flash_cute.splitting import Merge, make_merge, make_planner
 from flash_cute.target import Target
 
@@ -242,7 +242,7 @@ def _grid(
         return num_tiles, False
     slots = target.num_sms * key.config.ctas_per_sm
     if key.spec.has_split_counts:
-        slots = slots_for(problem, key.spec, key.config, target)
+        slots = filling(problem, key.spec, key.config, target).ctas
     num_ctas = min(slots, num_tiles)
     return num_ctas, num_ctas < num_tiles or is_uneven
 

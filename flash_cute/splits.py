@@ -12,7 +12,12 @@ from flash_cute.split_plan import SplitPlan
 from flash_cute.target import Target
 
 LEAST_KEYS = 256  # that are worth a part of their own
-WELL_FILLED = 0.8  # of the multiprocessors: then nothing is gained by splitting
+WELL_FILLED = 0.8  # of the slots: then nothing is gained by splitting
+# Shares of the time of a step of decoding, as an H200 takes it (DECISIONS.md 47): of what stays
+# idle, with one CTA on a multiprocessor, with several, and after a first wave; of any merge, and of
+# each further part.
+IDLE, IDLE_PAIRED, IDLE_LATER = 0.5, 0.75, 0.35
+MERGE, PART = 0.03, 0.013
 MAX_SPLITS = 256
 WORKSPACE_BYTES = 2**26  # for partial results, where the package chooses the number of parts
 UNBOUNDED = 2**30  # blocks
@@ -52,9 +57,9 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
         if p.has_scheduler_metadata:
             return Splits(p.num_splits, is_counted=True)
         return Splits(p.num_splits)
-    least = -(-LEAST_KEYS // config.tile_n)
-    blocks, packs = -(-p.capacity // config.tile_n), heads_of(p, spec)
-    tiles, slots = tiles_of(p, spec, config), slots_for(p, spec, config, target)
+    least, blocks = least_blocks(config), -(-p.capacity // config.tile_n)
+    packs, tiles = heads_of(p, spec), tiles_of(p, spec, config)
+    slots = filling(p, spec, config, target).slots
     is_full = tiles >= WELL_FILLED * slots
     if not p.has_scheduler_metadata and blocks <= least:
         return Splits()
@@ -64,8 +69,7 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
         count = min(slots // max(tiles, 1), blocks // least, MAX_SPLITS)
         return Splits() if is_full or count <= 1 else Splits(count)
     # A sequence longer than the others is split also where the tiles fill everything.
-    is_decode = p.queries <= config.positions(spec)
-    if is_full and not is_decode and not p.has_scheduler_metadata:
+    if is_full and not is_decode(p, spec, config) and not p.has_scheduler_metadata:
         return Splits()
     affordable = WORKSPACE_BYTES // max(1, _part_bytes(p))
     most = min(-(-blocks // least), -(-2 * slots // packs), affordable, MAX_SPLITS)
@@ -121,14 +125,56 @@ def tiles_of(p: AttentionProblem, spec: ForwardSpecialization, config: Any) -> i
     return heads_of(p, spec) * p.batch * -(-p.queries // config.positions(spec))
 
 
-def slots_for(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target) -> int:
-    """Tiles that parts of the keys are to make up together, all of which run at the same time.
+@dataclass(frozen=True)
+class Filling:
+    """How parts of the keys are to fill the GPU.
 
-    Where there are fewer tiles than multiprocessors, no more CTAs on each than keep memory busy:
-    twice as many parts would take the merge twice the time.
+    Units: slots: tiles that the parts come to together, at most; ctas: those that run at a time
     """
-    is_few = tiles_of(p, spec, config) < target.num_sms
-    return target.num_sms * (config.ctas_to_saturate if is_few else config.ctas_per_sm)
+
+    slots: int
+    ctas: int
+
+    def cost(self, tiles: int, most: int, num_sms: int) -> float:
+        """The time, over that of perfect balance and no merge, if all sequences are as long.
+
+        Args:
+            tiles: without splits.
+            most: parts that a sequence may have.
+        """
+        parts = max(1, min(self.slots // tiles, most))
+        waves = -(-parts * tiles // self.ctas)
+        idle = 1 - parts * tiles / (waves * self.ctas)
+        weight = IDLE_LATER if waves > 1 else IDLE_PAIRED if self.ctas > num_sms else IDLE
+        return 1 + weight * idle + (MERGE + PART * (parts - 1) if parts > 1 else 0)
+
+
+def filling(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target) -> Filling:
+    """Choose how many tiles the parts of the keys are to come to.
+
+    As few as keep memory busy, since the merge takes longer the more there are; where that would
+    leave much of the GPU idle so many that they follow one another.
+    """
+    tiles, num_sms = max(1, tiles_of(p, spec, config)), target.num_sms
+    few, all_ctas = num_sms * config.ctas_to_saturate, num_sms * config.ctas_per_sm
+    choices = [Filling(few, few), Filling(all_ctas, all_ctas)]
+    if is_decode(p, spec, config):
+        choices.append(Filling(2 * all_ctas, all_ctas))
+    choices = [choice for choice in choices if choice.slots >= tiles]
+    if not choices:
+        return Filling(all_ctas, all_ctas)
+    most = p.capacity // (config.tile_n * least_blocks(config))
+    return min(choices, key=lambda choice: choice.cost(tiles, most, num_sms))
+
+
+def is_decode(p: AttentionProblem, spec: ForwardSpecialization, config: Any) -> bool:
+    """Whether all queries of a sequence are in one tile."""
+    return p.queries <= config.positions(spec)
+
+
+def least_blocks(config: Any) -> int:
+    """Blocks of keys that are worth a part of their own."""
+    return -(-LEAST_KEYS // config.tile_n)
 
 
 def split_plan(
@@ -147,7 +193,7 @@ def split_plan(
         tile_n=config.tile_n,
         heads=heads_of(p, spec),
         visible_blocks=_visible_blocks(p, positions, config.tile_n),
-        slots=slots_for(p, spec, config, target),
+        slots=filling(p, spec, config, target).slots,
         split_blocks=splits.blocks,
         most=splits.most,
     )

@@ -24,7 +24,7 @@ from flash_cute.combine_plan import (
 from flash_cute.problem import AttentionInputs, AttentionProblem
 from flash_cute.scheduling import LENGTHS, Planner
 from flash_cute.selection import CombineKey, KernelKey, PlannerKey
-from flash_cute.splits import Splits, heads_of, slots_for, split_plan, tiles_of
+from flash_cute.splits import Splits, filling, heads_of, split_plan, tiles_of
 from flash_cute.target import Target
 
 FEW_ROWS = 2048  # (query, head) pairs, each of which a CTA may have for itself
@@ -109,7 +109,8 @@ def usual_parts(problem: AttentionProblem, key: KernelKey, target: Target, split
     if not splits.is_counted or splits.blocks:
         return splits.most
     tiles = max(1, tiles_of(problem, key.spec, key.config))
-    return min(splits.most, max(1, slots_for(problem, key.spec, key.config, target) // tiles))
+    slots = filling(problem, key.spec, key.config, target).slots
+    return min(splits.most, max(1, slots // tiles))
 
 
 def num_arrivals(

@@ -24,10 +24,14 @@ from flash_cute.target import Target
 H200 = Target.from_arch("sm_90a")
 
 
-def splits_of(num_splits: int = 0, **changes) -> splits.Splits:
+def problem_of(num_splits: int = 0, **changes) -> AttentionProblem:
     sizes = dict(batch=1, seqlen_q=1, seqlen_k=65536, num_heads_q=8, num_heads_kv=8, device="cuda")
     dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, num_splits=num_splits)
-    problem = AttentionProblem(**(sizes | dims | changes))
+    return AttentionProblem(**(sizes | dims | changes))
+
+
+def splits_of(num_splits: int = 0, **changes) -> splits.Splits:
+    problem = problem_of(num_splits, **changes)
     key = selection.key_for(problem, H200)
     found = splits.choose(problem, key.spec, key.config, H200)
     assert key.spec.is_split == found.is_split and key.spec.has_split_counts == found.is_counted
@@ -47,7 +51,32 @@ def test_parts_fill_the_multiprocessors():
     assert splits_of(seqlen_q=4096, batch=8) == splits.Splits()
 
 
-@pytest.mark.parametrize(("batch", "ctas"), [(16, 132), (17, 264)])
+@pytest.mark.parametrize(
+    ("batch", "slots", "ctas"),
+    [
+        (1, 132, 132),  # 16 parts of 8 tiles
+        (8, 132, 132),  # 2 of 64
+        (13, 528, 264),  # 5 of 104, two waves: 28 of 132 would have nothing
+        (16, 132, 132),  # all of 128 whole
+        (17, 528, 264),
+        (32, 264, 264),
+        (34, 528, 264),
+        (200, 264, 264),
+    ],
+)
+def test_parts_are_few_where_that_fills_the_gpu(batch: int, slots: int, ctas: int):
+    problem = problem_of(batch=batch, has_seqused_k=True)
+    key = selection.key_for(problem, H200)
+    assert splits.filling(problem, key.spec, key.config, H200) == splits.Filling(slots, ctas)
+
+
+def test_prefill_is_not_split_to_fill_a_second_wave():
+    problem = problem_of(batch=1, seqlen_q=128 * 10, has_seqused_k=True)
+    key = selection.key_for(problem, H200)
+    assert splits.filling(problem, key.spec, key.config, H200) == splits.Filling(132, 132)
+
+
+@pytest.mark.parametrize(("batch", "ctas"), [(16, 132), (32, 264)])
 def test_few_tiles_get_one_cta_a_multiprocessor(monkeypatch, batch: int, ctas: int):
     """With two, the GPU fills some multiprocessors before the last ones have any."""
     launches = toy_gpu.install(monkeypatch)
@@ -106,9 +135,7 @@ def test_workspace_can_be_asked_for():
 
 
 def arrivals_of(num_splits: int = 0, **changes) -> int:
-    sizes = dict(batch=1, seqlen_q=1, seqlen_k=65536, num_heads_q=8, num_heads_kv=2, device="cuda")
-    dims = dict(head_dim=128, head_dim_v=128, dtype=torch.bfloat16, num_splits=num_splits)
-    problem = AttentionProblem(**(sizes | dims | changes))
+    problem = problem_of(num_splits, **(dict(num_heads_kv=2) | changes))
     key = selection.key_for(problem, H200)
     chosen = splits.choose(problem, key.spec, key.config, H200)
     return splitting.num_arrivals(problem, key, H200, chosen, problem.seqlen_q)
