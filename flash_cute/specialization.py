@@ -134,6 +134,7 @@ class TileOfHeads:
 
     tile_m: int
     tile_n: int
+    ctas_per_sm: int
     merges_parts: ClassVar[bool] = False  # the kernel can, of split keys: `splitting.num_arrivals`
 
     def positions(self, spec: ForwardSpecialization) -> int:
@@ -149,6 +150,10 @@ class TileOfHeads:
     def rows_used(self, spec: ForwardSpecialization) -> int:
         """Rows of a tile that hold queries."""
         return spec.pack_heads * self.positions(spec)
+
+    def ctas_to_saturate(self, spec: ForwardSpecialization) -> int:
+        """CTAs of a multiprocessor that together read as fast as memory delivers."""
+        return self.ctas_per_sm
 
     def divides(self, block_size: tuple[int, int], spec: ForwardSpecialization) -> bool:
         """Whether blocks of a block mask are whole numbers of tiles."""

@@ -149,14 +149,16 @@ class Filling:
         return 1 + weight * idle + (MERGE + PART * (parts - 1) if parts > 1 else 0)
 
 
-def filling(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target) -> Filling:
+def filling(
+    p: AttentionProblem, spec: ForwardSpecialization, config: Any, target: Target
+) -> Filling:
     """Choose how many tiles the parts of the keys are to come to.
 
     As few as keep memory busy, since the merge takes longer the more there are; where that would
     leave much of the GPU idle so many that they follow one another.
     """
     tiles, num_sms = max(1, tiles_of(p, spec, config)), target.num_sms
-    few, all_ctas = num_sms * config.ctas_to_saturate, num_sms * config.ctas_per_sm
+    few, all_ctas = num_sms * config.ctas_to_saturate(spec), num_sms * config.ctas_per_sm
     choices = [Filling(few, few), Filling(all_ctas, all_ctas)]
     if is_decode(p, spec, config):
         choices.append(Filling(2 * all_ctas, all_ctas))

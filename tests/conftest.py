@@ -78,8 +78,10 @@ def gpu(any_gpu: tuple[int, int]) -> None:
 
 
 @pytest.fixture
-def hopper(any_gpu: tuple[int, int]) -> None:
-    """A GPU that the kernels of SM90 run on."""
+def hopper(request: pytest.FixtureRequest, any_gpu: tuple[int, int]) -> None:
+    """A GPU that the kernels of SM90 run on, for tests of what those alone do."""
+    if request.config.getoption("--kernel") is not None:
+        pytest.skip("a test of the SM90 kernels")
     if any_gpu[0] != 9:
         pytest.skip("no Hopper GPU here")
 

@@ -181,13 +181,13 @@ def counts_of(lengths: list[int], **options) -> list[int]:
 
 @pytest.mark.gpu
 def test_counts(hopper: None):
-    sms = selection.current_target(0).num_sms
+    tiles = selection.current_target(0).num_sms // 2  # of each of two heads: one a multiprocessor
     alone = counts_of([100_000])[0]
-    assert 0.9 * sms <= alone <= sms  # two heads, two tiles a multiprocessor
+    assert 0.9 * tiles <= alone <= tiles
     assert counts_of([0, 1, 100]) == [1, 1, 1]
     mixed = counts_of([100_000, 500, 500, 500])
-    assert mixed[0] > 0.8 * sms and max(mixed[1:]) <= 2
-    assert sum(mixed) * 2 <= 2 * sms
+    assert mixed[0] > 0.8 * tiles and max(mixed[1:]) <= 2
+    assert sum(mixed) <= tiles
     even = counts_of([8192] * 1000)
     assert even == [1] * 1000
     outlier = counts_of([1024] * 1000 + [200_000])

@@ -70,6 +70,14 @@ def test_parts_are_few_where_that_fills_the_gpu(batch: int, slots: int, ctas: in
     assert splits.filling(problem, key.spec, key.config, H200) == splits.Filling(slots, ctas)
 
 
+def test_gathered_keys_keep_two_ctas_a_multiprocessor_busy():
+    facts = dict(batch=8, has_seqused_k=True)
+    for page_size, slots in ((64, 132), (1, 264)):
+        problem = problem_of(page_size=page_size, **facts)
+        key = selection.key_for(problem, H200)
+        assert splits.filling(problem, key.spec, key.config, H200).slots == slots
+
+
 def test_prefill_is_not_split_to_fill_a_second_wave():
     problem = problem_of(batch=1, seqlen_q=128 * 10, has_seqused_k=True)
     key = selection.key_for(problem, H200)

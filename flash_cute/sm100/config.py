@@ -41,8 +41,7 @@ class ForwardConfigSm100(TileOfHeads):
     regs_other: int = 48  # of the warps that load and multiply
     rescale_threshold: float = 8.0  # log2: how far the running maximum may lag behind the true one
     is_persistent: ClassVar[bool] = True  # CTAs take further tiles from a counter
-    ctas_per_sm: ClassVar[int] = 1
-    ctas_to_saturate: ClassVar[int] = 1
+    ctas_per_sm: ClassVar[int] = 1  # pyright: ignore[reportIncompatibleVariableOverride]
     num_threads: ClassVar[int] = 4 * THREADS_PER_WARPGROUP
 
     @property

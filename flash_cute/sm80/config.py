@@ -51,11 +51,6 @@ class ForwardConfigSm80(TileOfHeads):
         return 32 * self.num_warps
 
     @property
-    def ctas_to_saturate(self) -> int:
-        """CTAs of a multiprocessor that together read as fast as memory delivers."""
-        return self.ctas_per_sm
-
-    @property
     def rows_per_warp(self) -> int:
         return self.tile_m * self.warps_per_row // self.num_warps
 

@@ -57,10 +57,12 @@ class ForwardConfigSm90(TileOfHeads):
     def num_threads(self) -> int:
         return THREADS_PER_WARPGROUP * (self.num_mma_warpgroups + 1)
 
-    @property
-    def ctas_to_saturate(self) -> int:
-        """CTAs of a multiprocessor that together read as fast as memory delivers."""
-        return 1
+    def ctas_to_saturate(self, spec: ForwardSpecialization) -> int:
+        """CTAs of a multiprocessor that together read as fast as memory delivers.
+
+        With one the four warps that gather keys have too little under way (1.6 times as long).
+        """
+        return self.ctas_per_sm if spec.gathers_keys else 1
 
     def smem_bytes(self, spec: ForwardSpecialization) -> int:
         """Bytes of shared memory for Q, the K and V rings and the barriers."""
@@ -128,7 +130,6 @@ class MlaConfigSm90:
     num_mma_warpgroups: ClassVar[int] = 2
     num_threads: ClassVar[int] = 3 * THREADS_PER_WARPGROUP
     ctas_per_sm: ClassVar[int] = 1
-    ctas_to_saturate: ClassVar[int] = 1
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -138,6 +139,10 @@ class MlaConfigSm90:
     def positions(self, spec: ForwardSpecialization) -> int:
         """Queries of each head in a tile, at least; where no head is packed all rows."""
         return self.tile_m // spec.pack_heads
+
+    def ctas_to_saturate(self, spec: ForwardSpecialization) -> int:
+        """CTAs of a multiprocessor that together read as fast as memory delivers: there is one."""
+        return 1
 
     def divides(self, block_size: tuple[int, int], spec: ForwardSpecialization) -> bool:
         """Whether blocks of a block mask are whole numbers of tiles: not where heads are rows."""
