@@ -57,7 +57,7 @@ def choose(p: AttentionProblem, spec: ForwardSpecialization, config: Any, target
         if p.has_scheduler_metadata:
             return Splits(p.num_splits, is_counted=True)
         return Splits(p.num_splits)
-    least, blocks = least_blocks(config), -(-p.capacity // config.tile_n)
+    least, blocks = -(-LEAST_KEYS // config.tile_n), -(-p.capacity // config.tile_n)
     packs, tiles = heads_of(p, spec), tiles_of(p, spec, config)
     slots = filling(p, spec, config, target).slots
     is_full = tiles >= WELL_FILLED * slots
@@ -135,14 +135,13 @@ class Filling:
     slots: int
     ctas: int
 
-    def cost(self, tiles: int, most: int, num_sms: int) -> float:
+    def cost(self, tiles: int, num_sms: int) -> float:
         """The time, over that of perfect balance and no merge, if all sequences are as long.
 
         Args:
             tiles: without splits.
-            most: parts that a sequence may have.
         """
-        parts = max(1, min(self.slots // tiles, most))
+        parts = max(1, self.slots // tiles)
         waves = -(-parts * tiles // self.ctas)
         idle = 1 - parts * tiles / (waves * self.ctas)
         weight = IDLE_LATER if waves > 1 else IDLE_PAIRED if self.ctas > num_sms else IDLE
@@ -155,7 +154,8 @@ def filling(
     """Choose how many tiles the parts of the keys are to come to.
 
     As few as keep memory busy, since the merge takes longer the more there are; where that would
-    leave much of the GPU idle so many that they follow one another.
+    leave much of the GPU idle so many that they follow one another. The room for keys decides
+    nothing: a plan may be made with another.
     """
     tiles, num_sms = max(1, tiles_of(p, spec, config)), target.num_sms
     few, all_ctas = num_sms * config.ctas_to_saturate(spec), num_sms * config.ctas_per_sm
@@ -165,18 +165,12 @@ def filling(
     choices = [choice for choice in choices if choice.slots >= tiles]
     if not choices:
         return Filling(all_ctas, all_ctas)
-    most = p.capacity // (config.tile_n * least_blocks(config))
-    return min(choices, key=lambda choice: choice.cost(tiles, most, num_sms))
+    return min(choices, key=lambda choice: choice.cost(tiles, num_sms))
 
 
 def is_decode(p: AttentionProblem, spec: ForwardSpecialization, config: Any) -> bool:
     """Whether all queries of a sequence are in one tile."""
     return p.queries <= config.positions(spec)
-
-
-def least_blocks(config: Any) -> int:
-    """Blocks of keys that are worth a part of their own."""
-    return -(-LEAST_KEYS // config.tile_n)
 
 
 def split_plan(

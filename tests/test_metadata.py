@@ -84,9 +84,12 @@ def test_each_capture_counts_for_itself(
     assert planned(launches) == 3
 
 
-def test_a_plan_of_the_callers_is_taken(launches: toy_gpu.Launches):
+@pytest.mark.parametrize("room", [4096, 3000, 1 << 20])
+def test_a_plan_of_the_callers_is_taken(launches: toy_gpu.Launches, room: int):
+    """Also one that was made with the longest length in the place of the cache's."""
     call = cache_call()
-    plan = get_scheduler_metadata(**CALL, cache_seqlens=call["cache_seqlens"])
+    made_with = CALL | {"max_seqlen_k": room}
+    plan = get_scheduler_metadata(**made_with, cache_seqlens=call["cache_seqlens"])
     assert planned(launches) == 1 and plan.split_counts.shape == (3,)
     for _ in range(2):
         flash_attn_with_kvcache(**call, scheduler_metadata=plan)
