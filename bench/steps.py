@@ -166,13 +166,13 @@ class SdpaStep(Sdpa):
         ready, table = caches(step, sets), page_table(step, sets[0][0].device)
         if table is None:
             return super().call(shape, ready)
+        one = super().call
 
         def attend(i: int) -> Any:
             q, *pages = ready[i % len(ready)]
             k, v = (cache[table].flatten(1, 2) for cache in pages)
             return one(shape, [(q, k, v)])(0)
 
-        one = super().call
         return attend
 
     def scope(self) -> AbstractContextManager[object]:

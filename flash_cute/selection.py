@@ -504,10 +504,11 @@ def _tile_facts(p: AttentionProblem, variant: Variant, target: Target) -> TileFa
     # A packed length is a hint that must not shape code, nor must the room in a page table.
     is_hint = p.is_packed_k or p.page_size is not None
     seqlen_k = LONG_SEQLEN if is_hint else p.seqlen_k
+    may_split = p.may_split and not p.has_block_mask
     # Few rows of a padded step over a cache are a decode step, also where its keys stay whole.
-    may_be_step = p.may_split or (p.has_seqused_k and not p.is_packed_q)
-    few_rows = _rows_of_heads(p) if may_be_step and not p.has_block_mask else None
-    return TileFacts(seqlen_k, few_rows, variant.block_size, target.smem_bytes)
+    is_step = p.has_seqused_k and not p.is_packed_q and not p.has_block_mask
+    few_rows = _rows_of_heads(p) if may_split or is_step else None
+    return TileFacts(seqlen_k, few_rows, variant.block_size, target.smem_bytes, may_split)
 
 
 def _rows_of_heads(p: AttentionProblem) -> int:

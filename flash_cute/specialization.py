@@ -22,14 +22,15 @@ class TileFacts:
 
     Units: seqlen_k: keys, LONG_SEQLEN where their number is but a hint; few_rows: rows that the
            queries of the heads of one key/value head take, None where the shape of a tile for
-           decoding is out of the question, and with it split keys; block_size: (queries, keys) of
-           a block mask's blocks; smem_bytes: shared memory that a CTA may have
+           decoding is out of the question; block_size: (queries, keys) of a block mask's blocks;
+           smem_bytes: shared memory that a CTA may have; may_split: whether keys may be split
     """
 
     seqlen_k: int
     few_rows: int | None
     block_size: tuple[int, int] | None
     smem_bytes: int
+    may_split: bool = False
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,18 @@ def test_small_shared_memory_gets_small_tiles():
         assert {choose_config(spec, facts(arch)).tile for arch in SMALL} == {small}
 
 
+@pytest.mark.parametrize(("num_splits", "tile"), [(1, (128, 128)), (0, (128, 64))])
+def test_the_largest_tile_is_for_keys_that_stay_whole(
+    monkeypatch: pytest.MonkeyPatch, num_splits: int, tile: tuple[int, int]
+):
+    """Also over a cache, where few queries would be a decode step."""
+    monkeypatch.setattr(selection, "KERNELS", selection.preferring(selection.SM80))
+    sizes = dict(batch=2, seqlen_q=1024, seqlen_k=8192, num_heads_q=8, num_heads_kv=8)
+    dims = dict(head_dim=256, head_dim_v=256, dtype=torch.bfloat16, device="cuda")
+    problem = AttentionProblem(**sizes, **dims, num_splits=num_splits, has_seqused_k=True)
+    assert selection.key_for(problem, H200).config.tile == tile
+
+
 def test_few_queries_leave_room_for_keys_under_way():
     config = choose_config(spec_of(128), facts("sm_90a", few_rows=8))
     assert (config.tile_m, config.num_stages, config.ctas_per_sm) == (64, 3, 2)

@@ -96,6 +96,16 @@ def test_few_tiles_get_one_cta_a_multiprocessor(monkeypatch, batch: int, ctas: i
     assert launches.named.num_ctas == ctas
 
 
+def test_a_step_over_a_cache_takes_the_decode_tile_also_without_splits():
+    def tile_m(**facts) -> int:
+        return selection.key_for(problem_of(1, **facts), H200).config.tile_m
+
+    assert tile_m(has_seqused_k=True) == 64
+    assert tile_m(has_seqused_k=True, seqlen_q=500) == 128
+    # Lengths of packed queries shape no code.
+    assert tile_m(has_seqused_k=True, is_packed_q=True, mean_q=1) == 128
+
+
 def test_a_number_decides():
     assert splits_of(3, is_packed_q=True, is_packed_k=True) == splits.Splits(3)
     assert splits_of(1) == splits.Splits()

@@ -157,8 +157,7 @@ def choose_config(spec: ForwardSpecialization, facts: TileFacts) -> ForwardConfi
     It divides the blocks of a block mask if any of the list can.
     """
     is_decode = facts.few_rows is not None and facts.few_rows <= DECODE_ROWS
-    may_split = facts.few_rows is not None
-    listed = _decode_configs(spec) if is_decode else _configs(spec, may_split)
+    listed = _decode_configs(spec) if is_decode else _configs(spec, facts.may_split)
     listed = [replace(config, smem_limit=facts.smem_bytes) for config in listed]
     fitting = [config for config in listed if not config.check(spec)]
     if facts.block_size is not None:
